@@ -1,6 +1,6 @@
 """Checks of shapes and ranges, where broadcasting would silently give a wrong number.
 
-They look at shapes and Python numbers only, so that the host never waits for the device.
+The checks read shapes and Python numbers, not tensor values, so that the host never waits for the device.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""Losses and their diagnostics, one number per step, and penalties.
+"""Losses and diagnostics of each step, and penalties.
 
-Each loss has the shape of its inputs; average it over the valid steps. Targets (advantages, returns, old values) are
-constants: they get no gradient. `log_ratios` are `log pi_new(a) - log pi_old(a)` of the actions that were taken.
+A loss of each step has the shape of its inputs; average it over the valid steps. Targets (advantages, returns, old
+values) are constants: they get no gradient. `log_ratios` are `log pi_new(a) - log pi_old(a)` of the actions taken.
 """
 
 import torch
@@ -56,9 +56,9 @@ def dual_clipped_surrogate_loss(
 ) -> Tensor:
     """Compute PPO's clipped surrogate loss with a clip range for each side and an optional dual clip.
 
-    The ratio is clipped to `[1 - clip_range_low, 1 + clip_range_high]`. This does not bound the loss of a negative
-    advantage as the ratio grows. The dual clip (Ye et al., 2020, arXiv 1912.09729, eq. 5) bounds it by
-    `-dual_clip * A`: ratios above `dual_clip` have no gradient.
+    The ratio is clipped to `[1 - clip_range_low, 1 + clip_range_high]`. If the advantage is negative, this loss still
+    grows without bound as the ratio grows. The dual clip (Ye et al., 2020, arXiv 1912.09729, eq. 5) limits the loss
+    to `-dual_clip * A` in this case, with no gradient for ratios above `dual_clip`.
 
     Args:
         log_ratios: Any shape.
@@ -107,7 +107,7 @@ def clip_indicator(
     Args:
         log_ratios: Any shape.
         clip_range: A scalar or broadcastable to `log_ratios`.
-        clip_range_high: The range for ratios above 1; None for `clip_range`.
+        clip_range_high: Separate clip range for ratios above 1. None uses `clip_range`.
 
     Returns:
         Zeros and ones in the shape and dtype of `log_ratios`.
@@ -128,10 +128,11 @@ def approx_kl_k1(log_ratios: Tensor) -> Tensor:
 
 
 def approx_kl_k2(log_ratios: Tensor) -> Tensor:
-    """Estimate `KL(old || new)` of each step in nats by `(log ratio)**2 / 2`: biased for large steps, never negative.
+    """Estimate `KL(old || new)` of each step in nats by `(log ratio)**2 / 2`: biased, never negative.
 
-    k2 of Schulman, 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html. Its gradient is the gradient
-    of a penalty on the divergence (Cobbe et al., 2021, arXiv 2009.04416, section 3.6).
+    k2 of Schulman, 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html. Bias and error of the expected
+    gradient are of higher order in the policy change, so that its mean can serve as a KL penalty (Cobbe et al., 2021,
+    arXiv 2009.04416, section 3.6).
     """
     return 0.5 * log_ratios.square()
 
@@ -169,7 +170,8 @@ def clipped_value_loss(values: Tensor, targets: Tensor, old_values: Tensor, clip
         values: Predictions, any shape.
         targets: Returns of the same shape; constants.
         old_values: Predictions of the same shape when the rollout was collected; constants.
-        clip_range: In units of return, a scalar or broadcastable to `values`. `inf` disables clipping.
+        clip_range: Maximum change of a value, in units of return, a scalar or broadcastable to `values`. `inf`
+            disables clipping.
 
     Returns:
         The loss of each step.
@@ -189,7 +191,7 @@ def huber_value_loss(values: Tensor, targets: Tensor, delta: float) -> Tensor:
     Args:
         values: Predictions, any shape.
         targets: Returns of the same shape; constants.
-        delta: In units of the values.
+        delta: Absolute error at which the loss becomes linear, in units of the values.
 
     Returns:
         The loss of each step.
@@ -220,7 +222,7 @@ def value_cloning_loss(values: Tensor, old_values: Tensor) -> Tensor:
 def explained_variance(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     """Compute `1 - Var[target - prediction] / Var[target]`, without gradient.
 
-    1 for a perfect prediction up to a constant, 0 for a constant prediction, negative for a worse one.
+    1 if predictions equal the targets up to a constant, 0 for a constant prediction, negative if worse than that.
 
     Args:
         predictions: Any shape.
@@ -282,12 +284,12 @@ def normalize_rows(x: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def kl_cutoff_penalty(kl: Tensor, cutoff: float, coef: float) -> Tensor:
-    """Compute `coef * max(kl - cutoff, 0)**2`: nothing up to the cutoff, steep beyond.
+    """Compute the KL cutoff penalty of TF-Agents' `PPOAgent`, `coef * max(kl - cutoff, 0)**2`.
 
     Args:
-        kl: Mean divergence from the policy that acted, a scalar in nats.
-        cutoff: Divergence without penalty, in nats.
-        coef: Factor of the square.
+        kl: Mean KL divergence from the policy that acted, a scalar in nats.
+        cutoff: Largest divergence without a penalty, in nats.
+        coef: Coefficient of the squared excess.
 
     Returns:
         The penalty, a scalar.
@@ -305,14 +307,14 @@ def adapted_kl_coef(coef: Tensor, kl: Tensor, target: float, tolerance: float) -
     """Adapt the coefficient of a KL penalty (Schulman et al., 2017, arXiv 1707.06347, section 4).
 
     The coefficient is multiplied by 1.5 if `kl > target * (1 + tolerance)`, and divided by 1.5 if
-    `kl < target * (1 - tolerance)`. It stays within 1e-15 and 1e17, from where it can come back. (The paper multiplies
-    by 2 and has a tolerance factor of 1.5.)
+    `kl < target * (1 - tolerance)`, as in TF-Agents, and clamped to [1e-15, 1e17], so that it never becomes 0 or
+    infinite. (The paper multiplies or divides by 2 outside of `[target / 1.5, target * 1.5]`.)
 
     Args:
         coef: Current coefficient, a scalar.
-        kl: Mean divergence after the updates with `coef`, a scalar in nats; NaN does not change the coefficient.
+        kl: Mean KL divergence after the updates with `coef`, a scalar in nats; NaN does not change the coefficient.
         target: Desired divergence, in nats.
-        tolerance: Relative deviation from the target without a change.
+        tolerance: Largest relative deviation from the target that does not change the coefficient.
 
     Returns:
         The coefficient for the next updates, a scalar in the dtype of `coef`.
@@ -323,5 +325,5 @@ def adapted_kl_coef(coef: Tensor, kl: Tensor, target: float, tolerance: float) -
 
 
 def squared_norm(weights: list[Tensor]) -> Tensor:
-    """Return the sum of the squares of all entries of one or more tensors, without ½."""
+    """Return `Σ w**2` over all entries of one or more tensors, a scalar: the L2 penalty without ½."""
     return torch.stack([x.square().sum() for x in weights]).sum()

@@ -12,12 +12,12 @@ Every return is `y[t] = x[t] + decay[t] * y[t + 1]`. The functions differ only i
 Three tensors say how episodes end, so that no function takes `done`:
 
 * `discounts[t] = gamma * (1 - terminated[t])`: a terminal state has no value.
-* `traces[t] = lambda_ * (1 - (terminated | truncated)[t])`: no return reaches beyond the end of an episode.
+* `traces[t] = lambda_ * (1 - (terminated | truncated)[t])`: rewards of the next episode do not count.
 * `next_values[t]` is the value of the observation that action `t` led to. At the end of an episode this is its final
   observation, not the first one of the next episode: a truncated episode bootstraps where it was cut.
 
-Rows are time-major, `[T, B, ...]`. Results are targets: they are computed **without gradient**, in at least float32,
-and the inputs are not modified. All inputs must be finite, since `0 * nan` is `nan`.
+Tensors are time-major, `[T, B, ...]`. Results are computed **without gradient** and in at least float32; the inputs
+are not modified. All inputs must be finite, even where a discount or trace is 0, since `0 * nan` is `nan`.
 """
 
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class VTraceReturns(NamedTuple):
 
     Attributes:
         targets: The value targets `vs`, `[T, B, ...]`, in units of return.
-        advantages: Advantages times their clipped importance weight, `[T, B, ...]`.
+        advantages: Policy-gradient advantages, multiplied by the clipped importance ratio, `[T, B, ...]`.
     """
 
     targets: Tensor
@@ -43,20 +43,20 @@ class VTraceReturns(NamedTuple):
 
 @torch.no_grad()
 def reverse_scan(x: Tensor, decay: Tensor | float, initial: Tensor | None = None) -> Tensor:
-    """Solve `y[t] = x[t] + decay[t] * y[t + 1]` with `y[T] = initial`, without gradient.
+    """Compute `y[t] = x[t] + decay[t] * y[t + 1]` with `y[T] = initial`, without gradient.
 
-    The scan doubles its span (Kogge and Stone, 1973, IEEE Trans. Comput. C-22): after `k` steps `y[t]` holds the terms
-    of `[t, t + 2**k)`, so that `ceil(log2(T))` vectorized steps suffice. The order of additions depends only on the
-    distance from `t`: an episode gives the same bits wherever it lies in a rollout.
+    Recursive doubling (Kogge and Stone, 1973, IEEE Trans. Comput. C-22) takes `ceil(log2(T))` vectorized steps: after
+    step `k`, `y[t]` is the sum over `[t, t + 2**k)`. The order of additions depends only on the distance from `t`, so
+    an episode gives bit-identical results at any position in a rollout.
 
     Args:
         x: `[T, ...]`, of any real dtype.
         decay: A scalar, or broadcastable to `x` with as many dimensions. Products of consecutive decays must not
             overflow.
-        initial: `[...]`; None for zeros.
+        initial: `y[T]`, `[...]`. None is 0.
 
     Returns:
-        `y`, in the shape of `x` and the promoted dtype, at least float32.
+        `y`, with the shape of `x`, in the promoted dtype of the tensors, at least float32.
 
     Example:
         >>> reverse_scan(torch.tensor([1.0, 2.0, 3.0]), 0.5, torch.tensor(8.0))
@@ -85,17 +85,17 @@ def reverse_scan(x: Tensor, decay: Tensor | float, initial: Tensor | None = None
 
 @torch.no_grad()
 def discounted_returns(rewards: Tensor, discounts: Tensor | float, bootstrap: Tensor) -> Tensor:
-    """Sum discounted rewards to the end of the rollout.
+    """Compute discounted returns, bootstrapped at the end of the rollout.
 
     `R[t] = rewards[t] + discounts[t] * R[t + 1]`, `R[T] = bootstrap`.
 
-    Only a terminal state separates episodes here. If episodes can be truncated, use `td_lambda_returns` with
-    `lambda_ = 1`.
+    Only terminal states end a return: after a truncation it would include rewards of the next episode. If episodes can
+    be truncated, use `td_lambda_returns` with `lambda_ = 1`.
 
     Args:
         rewards: `[T, B, ...]`.
         discounts: `gamma * (1 - terminated)`, a scalar or broadcastable to `rewards`.
-        bootstrap: Value after the last row, `[B, ...]`.
+        bootstrap: Value of the observation after the last step, `[B, ...]`.
 
     Returns:
         The returns, `[T, B, ...]`, in units of reward.
@@ -155,7 +155,8 @@ def gae(
         The advantages, `[T, B, ...]`, in units of reward. Value targets are advantages plus `values`.
 
     Example:
-        A time limit ends the first row's episode; the second row's episode continues after the rollout.
+        A time limit ends an episode at step 0. The next episode, of which step 1 is the first, continues after the
+        rollout.
 
         >>> ones, traces = torch.ones(2, 1), torch.tensor([[0.0], [0.95]])
         >>> gae(ones, 0 * ones, 10 * ones, 0.9, traces).squeeze(1)
@@ -180,7 +181,7 @@ def vtrace(
     clip_pg_rho: float | None = 1.0,
     leak: float = 0.0,
 ) -> VTraceReturns:
-    """Correct for off-policy data by V-trace (Espeholt et al., 2018, arXiv 1802.01561, eq. 1 and sec. 4.2).
+    """Compute V-trace targets and advantages (Espeholt et al., 2018, arXiv 1802.01561, eq. 1 and sec. 4.2).
 
     With `rho = exp(log_rhos)`, `c = traces * min(clip_c, rho)` and `vs[T] = next_values[-1]`:
 
@@ -195,19 +196,22 @@ def vtrace(
     `(1 - leak) * min(clip, rho) + leak * rho` (leaky V-trace, Zahavy et al., 2020, arXiv 2002.12928).
 
     Args:
-        log_rhos: `log pi(a) - log mu(a)` of the whole action, learner over actor, `[T, B, ...]`.
+        log_rhos: Log importance ratios `log pi(a) - log mu(a)`, learner `pi`, actor `mu`, `[T, B, ...]`. Sum them over
+            the components of an action.
         rewards: `[T, B, ...]`.
         values: The learner's value of the observation that each action was taken in, `[T, B, ...]`.
         next_values: The learner's value of the observation that each action led to, `[T, B, ...]`.
         discounts: `gamma * (1 - terminated)`, a scalar or broadcastable to `rewards`.
         traces: `lambda_ * (1 - (terminated | truncated))`, a scalar or broadcastable to `rewards`.
-        clip_rho: Upper bound of the weight of a temporal difference, which decides the fixed point; None for none.
-        clip_c: Upper bound of the weight in the trace, which decides the speed of convergence; None for none.
-        clip_pg_rho: Upper bound of the weight of an advantage; None for none.
-        leak: Share of the importance sampling that the clips leave: 0 is V-trace, 1 disables the clips.
+        clip_rho: Maximum importance ratio in temporal differences; it determines the policy whose values are the
+            fixed point. None disables clipping.
+        clip_c: Maximum importance ratio in traces; it affects the speed of convergence, not the fixed point. None
+            disables clipping.
+        clip_pg_rho: Maximum importance ratio in advantages. None disables clipping.
+        leak: Weight of the unclipped importance ratio: 0 is V-trace, 1 disables all clipping.
 
     Returns:
-        Value targets and advantages.
+        Value targets and advantages, `[T, B, ...]` each, without gradient.
     """
     check.same_shape(rewards=rewards, log_rhos=log_rhos, values=values, next_values=next_values)
     check.broadcasts(rewards, discounts=discounts, traces=traces)
@@ -224,7 +228,7 @@ def vtrace(
 
 
 def _bounded(rhos: Tensor, bound: float | None, leak: float) -> Tensor:
-    """Clip importance weights from above, except for the share `leak`."""
+    """Clip importance ratios from above, and mix in the unclipped ratios with weight `leak`."""
     if bound is None:
         return rhos
     bounded = rhos.clamp(max=bound)

@@ -9,7 +9,11 @@ def better_half(advantages: Tensor, weights: Tensor | None = None) -> Tensor:
 
     Args:
         advantages: `[N]`.
-        weights: Weights of the rows, `[N]`. Rows of weight 0 are left out, as if they were not there.
+        weights: Weights of the rows, `[N]`. Rows of weight 0 are excluded before the split; other weights have no
+            effect. Counting these rows waits for the device.
+
+    Returns:
+        Indices `[ceil(n / 2)]` of the `n` rows that were not excluded, in order of decreasing advantage.
     """
     if weights is None:
         return advantages.topk((len(advantages) + 1) // 2).indices
@@ -25,8 +29,11 @@ def vmpo_policy_loss(
     Args:
         log_probs: Log-probabilities of the actions of the better half, `[N]`. The loss of no rows is 0.
         advantages: Advantages of these actions, `[N]`; constants.
-        temperature: η > 0, a scalar; a constant.
-        weights: Weights > 0 of the rows, `[N]`, to which ψ is proportional. None for equal weights.
+        temperature: Temperature η > 0, a scalar; a constant.
+        weights: Weights > 0 of the rows, `[N]`; ψ is proportional to weight · exp(A / η). None for equal weights.
+
+    Returns:
+        The loss, a scalar, with gradient in `log_probs` only.
     """
     psi = torch.softmax(_logits(advantages, temperature.detach(), weights), dim=0)
     return -(psi * log_probs).sum()
@@ -35,13 +42,16 @@ def vmpo_policy_loss(
 def vmpo_temperature_loss(
     advantages: Tensor, temperature: Tensor, epsilon: float, weights: Tensor | None = None
 ) -> Tensor:
-    """Compute the temperature loss η ε + η log mean exp(A / η), minimal where KL(ψ || uniform) = ε (eq. 5).
+    """Compute the temperature loss η ε + η log mean exp(A / η), minimal at KL(ψ || uniform) = ε (eq. 5).
 
     Args:
         advantages: Advantages of the better half, `[N]`. The loss of no rows is 0.
-        temperature: η > 0, a scalar.
-        epsilon: ε_η, in nats.
+        temperature: Temperature η > 0, a scalar.
+        epsilon: Bound ε_η of KL(ψ || uniform), in nats.
         weights: Weights > 0 of the rows in the mean, `[N]`. None for equal weights.
+
+    Returns:
+        The loss, a scalar. Its gradient reaches `advantages` too, so pass them detached.
     """
     if len(advantages) == 0:  # a rank may have no row of a minibatch
         return 0 * temperature
@@ -53,8 +63,11 @@ def lagrangian(divergence: Tensor, coefficient: Tensor, epsilon: float) -> Tenso
 
     Args:
         divergence: Mean KL divergence, a scalar in nats.
-        coefficient: α > 0, a scalar.
-        epsilon: ε_α, the bound of the divergence in nats.
+        coefficient: Multiplier α > 0, a scalar.
+        epsilon: Bound ε_α of the divergence, in nats.
+
+    Returns:
+        The loss, a scalar.
     """
     return coefficient * (epsilon - divergence.detach()) + coefficient.detach() * divergence
 
