@@ -140,8 +140,8 @@ class Step(NamedTuple):
         final_observations: Pairs (environment, final observation), one for each episode that this step ended. In tensor
             environments only for truncated episodes, with None if the environments do not return it.
         infos: Gymnasium's vector `info`.
-        failed: Environments that failed and were replaced in this step, which is not `valid` for them: the episode
-            ended with the step before, `observations` has the first one of the next episode.
+        failed: Environments that failed and were replaced in this step. The step is not `valid` for them: their
+            episode ended one step earlier, and `observations` has the first observation of the next episode.
         frames: Number of simulation steps; None if actions are not repeated.
         repeats: Number of times that each environment took its action, `[B]`; None unless the policy chooses it.
     """
@@ -159,12 +159,13 @@ class Step(NamedTuple):
 
 
 class EnvironmentBatch:
-    """A vector environment whose steps mean the same in every autoreset mode, and are always finite.
+    """A vector environment with the same results in every autoreset mode, and only finite numbers.
 
-    * `SAME_STEP`: the step that ends an episode returns the first observation of the next one, and the final
-      observation in `info`.
-    * `NEXT_STEP` (and EnvPool): this step returns the final observation, the next one resets and is not `valid`.
-    * `DISABLED`: this step returns the final observation, and `EnvironmentBatch` resets the environment.
+    In the step that ends an episode, environments return
+
+    * with `SAME_STEP` the first observation of the next episode, and the final observation in `info`;
+    * with `NEXT_STEP` (and EnvPool) the final observation; the next step resets and is not `valid`;
+    * with `DISABLED` the final observation; `EnvironmentBatch` then resets the environment.
 
     Args:
         env: The environments.

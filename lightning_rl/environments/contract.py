@@ -103,7 +103,7 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
     except ValueError:
         raise ConfigurationError(
             f"env_id: {env} has metadata['autoreset_mode']={mode!r}: expected one of "
-            f"{[mode.value for mode in AutoresetMode]}, which distinguishes the ends of episodes from resets"
+            f"{[mode.value for mode in AutoresetMode]}, which says when ended episodes are reset"
         ) from None
 
 

@@ -49,7 +49,7 @@ class Unexpected(Exception):
 
 
 def is_older_interface_error(error: BaseException) -> bool:
-    """Whether a call failed because the environment has the interface of before Gymnasium 0.26."""
+    """Whether a call failed because the environment has the interface from before Gymnasium 0.26."""
     if isinstance(error, TypeError) and _NO_KEYWORD.search(str(error)):
         return True
     frames = traceback.extract_tb(error.__traceback__)
@@ -145,11 +145,12 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     `state_dict()` and `load_state_dict(state)` is restored through these instead, if its only wrappers are time limits
     and masks; its state must consist of tensors and plain Python values.
 
-    Messages name the environment by its `index` in this process, and by `evaluation`.
+    `index` and `evaluation` only identify the environment in messages: its index in this process, and whether it is an
+    evaluation environment.
 
     Raises:
         EnvironmentFailure: In `reset` and `step`, with index, episode, seed and step: the environment raised, has the
-            interface of before Gymnasium 0.26, or returned an observation, reward, flag or `info` of a wrong type or
+            interface from before Gymnasium 0.26, or returned an observation, reward, flag or `info` of a wrong type or
             shape. The first observation must also be in its space; numbers outside of a `Box` only cause a warning.
     """
 

@@ -20,10 +20,10 @@ Array = np.ndarray[Any, Any]
 
 # No type arguments: VectorEnv takes none before Gymnasium 1.1.
 class ParallelEnvVector(VectorEnv):
-    """Copies of a parallel environment, with one row for each agent of each copy.
+    """A vector environment of copies of a parallel environment, with one row per agent of each copy.
 
-    The episode of a row ends with its agent. Then the row is idle, and not `valid`, until all agents of the copy have
-    ended; the last of these steps resets the copy.
+    The episode of a row ends when its agent terminates or is truncated. The row is then idle (`valid` is False) until
+    all agents of the copy have ended; the step that ends the last of them also resets the copy.
 
     Register a function that returns a `ParallelEnvVector` as `vector_entry_point`, and use `backend="native"`.
 
@@ -32,7 +32,7 @@ class ParallelEnvVector(VectorEnv):
         num_envs: Number of rows, a multiple of the number of possible agents; 1 if only the spaces are needed.
 
     Raises:
-        ConfigurationError: Agents have different spaces, or `num_envs` is no multiple of their number.
+        ConfigurationError: Agents have different spaces, or `num_envs` is not a multiple of their number.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012 - as in Gymnasium

@@ -55,7 +55,7 @@ class EpisodeTracker:
         self.began = np.zeros(len(self._seeds), np.int64)
 
     def start(self, which: Array, in_steps: int = 0) -> None:
-        """Start the next episode of the environments in the mask `which`, `[B]`, in so many steps."""
+        """Start the next episode of the environments in the mask `which`, `[B]`, `in_steps` steps from now."""
         self.episodes += which
         self.began[which] = self.clock + in_steps
 

@@ -49,37 +49,41 @@ class EnvConfig:
     """Options of the environments.
 
     They are applied in this order: time limit, repeated actions, wrappers; then learned repeats, rewards, stacked
-    frames, flat observations, previous action and reward, action masks.
+    frames, flat observations, previous action and reward, action masks. With `sync` and `async`, wrappers of vector
+    environments come last.
 
     Args:
         kwargs: Arguments of the environment's constructor.
         wrappers: `gymnasium.Wrapper` classes (`gymnasium.vector.VectorWrapper` for `native`, `torch` and `envpool`) as
             class paths or `{"class_path": ..., "init_args": ...}`, innermost first.
-        training_wrappers: More wrappers, for training only: wrappers that change rewards or truncate episodes.
-        atari: Options of the preprocessing of Atari games; an error for other environments.
-        step_timeout: Maximum seconds of a worker process for one step or reset (`async` only); None: 120.
+        training_wrappers: Outermost wrappers, for training only, such as wrappers that change rewards or truncate
+            episodes.
+        atari: Options of Atari preprocessing; other environments reject values other than the default.
+        step_timeout: Maximum seconds of a worker process for one step or reset (`async` only). None is 120 s.
         on_failure: `raise` ends the run when an environment fails: it raises, returns NaN, infinity, a wrong shape or a
             reward that is not a number, or its worker process dies or hangs. `restart` (`sync` and `async` only)
             replaces the environment and begins its next episode: the interrupted episode counts as truncated, and the
             failed step is not learned from. Four failures without a completed step in between end the run.
         imports: Modules that register environments, imported also in worker processes.
         max_episode_steps: Truncate episodes after this many steps of the environment; replaces the registered limit.
-        action_repeat: Number of environment steps per action, with the sum of their rewards (`sync` and `async` only;
-            Atari games have `env.atari.frame_skip`).
+        action_repeat: Number of environment steps per action; a step returns the sum of their rewards (`sync` and
+            `async` only; Atari games have `env.atari.frame_skip`).
         learned_action_repeat: Maximum number of repeats that the policy chooses for each action (`sync` and `async`
-            only). Actions become a `Dict` of `action` and `repeat`, rewards are summed, and γ counts once per repeat.
-            `{"max": n, "gamma": γ}` discounts also the rewards within a step, in training. None: no repeats.
-        reward_scale: Factor of training rewards.
-        reward_clip: Bounds of scaled training rewards: `abs_one` is [-1, 1], a number c is [-c, c], `soft_asymmetric`
-            is 5 · tanh(r / 5), times 0.3 for negative r.
+            only). Actions become a `Dict` of `action` and `repeat`, a step returns the sum of rewards, and the next
+            value is discounted by the algorithm's γ to the power of the repeats. `{"max": n, "gamma": γ}` also
+            discounts the rewards within a training step. None disables repeats.
+        reward_scale: Multiplier of training rewards.
+        reward_clip: Clipping of training rewards after scaling: `abs_one` to [-1, 1], a number c to [-c, c];
+            `soft_asymmetric` maps r to 5 · tanh(r / 5), times 0.3 for negative r. None does not clip.
         frame_stack: Number of steps in an observation, oldest first, along a new first dimension or the channels of
             images; an episode begins with copies of its first observation. None does not stack.
-        flatten_observations: Make one vector of each observation; discrete parts become one-hot.
-        previous_action: Add the previous action to observations, which become a `Dict` (`observation`,
-            `previous_action`) unless they are one; discrete actions are one-hot; zeros at the start of an episode.
-        previous_reward: Add the previous reward, scaled and clipped as in training, also in evaluation.
+        flatten_observations: Flatten each observation to one vector; discrete parts become one-hot.
+        previous_action: Add the previous action to observations as `previous_action`; zeros at the start of an
+            episode. Discrete actions are one-hot. Observations that are no `Dict` become one, under `observation`.
+        previous_reward: Add the previous reward to observations in the same way, as `previous_reward`; scaled and
+            clipped as in training, also in evaluation.
         action_mask: Source of the masks of valid actions: `info.<key>`, `observation.<path>` or `method.<name>`
-            (called without arguments). Masks become part of the observation. None: all actions are valid.
+            (called without arguments). Masks become part of the observation. None allows all actions.
     """
 
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -144,7 +148,7 @@ class EnvConfig:
         for name, off in (("frame_stack", None), ("flatten_observations", False)):
             value = getattr(self, name)
             expected = f"{off} with env.action_mask={self.action_mask!r}: only masks from info.<key> and method.<name> "
-            check(value == off, f"env.{name}", value, f"{expected}go with it")
+            check(value == off, f"env.{name}", value, f"{expected}can be combined with it")
 
 
 if TYPE_CHECKING:
@@ -221,8 +225,8 @@ class EnvironmentSpec:
     ) -> VectorEnv[Any, Any, Any]:
         """Apply the options of observations to environments of any backend.
 
-        `clips`, by which the Atari preprocessing clips training rewards, applies in evaluation to the previous reward
-        in observations.
+        `clips` is the function with which the Atari preprocessing clips training rewards. Evaluation rewards are raw,
+        so in evaluation this method applies it to `previous_reward` in the observations.
         """
         given = self.env
         if given.frame_stack is not None:
@@ -243,7 +247,7 @@ class EnvironmentSpec:
 
     def wrap_tensors(self, env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
         """Apply the options of rewards to tensor environments; raise if an option of observations is set."""
-        expected = "its default for environments with tensors, which can do this themselves"
+        expected = "its default with backend='torch', whose environments must transform observations themselves"
         for name in _OF_OBSERVATIONS:
             value = getattr(self.env, name)
             check(not value, f"env.{name}", value, expected)
@@ -256,8 +260,10 @@ class EnvironmentSpec:
     def for_filming(self, env_kwargs: dict[str, Any] | None = None) -> EnvironmentSpec:
         """Return the spec of the same environments with cameras, in this process.
 
-        `env_kwargs` are more arguments of the constructor, such as the size of the picture. EnvPool and tensor
-        environments cannot be rendered: they raise a `ConfigurationError`.
+        `env_kwargs` are additional arguments of the constructor, such as the size of the frames.
+
+        Raises:
+            ConfigurationError: The backend is `envpool` or `torch`, which cannot be rendered.
         """
         expected = "sync, async, or native with an id that has single environments too; others cannot be rendered"
         check(self.backend in ("sync", "async", "native"), "backend", self.backend, expected)
@@ -269,8 +275,9 @@ class EnvironmentSpec:
     def atari_options(self, is_game: bool) -> AtariPreprocessing | None:
         """Return the preprocessing of an Atari game, None for other environments.
 
-        Options of `env.atari` for another environment are an error, and so are options of `env` that would stack
-        frames, repeat actions or clip rewards twice.
+        Raises:
+            ConfigurationError: `env.atari` has options, but this is no Atari game; or options of `env` would stack
+                frames, repeat actions or scale or clip rewards in addition to the preprocessing.
         """
         env, atari = self.env, self.env.atari
         if not is_game:

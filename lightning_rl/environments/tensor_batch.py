@@ -20,7 +20,7 @@ from lightning_rl.validation import check
 
 
 class TensorEnvironments:
-    """A vector environment of tensors whose steps mean the same in every autoreset mode.
+    """A vector environment of tensors with the same results in every autoreset mode.
 
     A step copies to the host only whether any episode was truncated, and in `DISABLED` mode whether any has ended.
     `check_finite` checks all values once per rollout.

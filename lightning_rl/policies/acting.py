@@ -52,7 +52,7 @@ def act(
         return torch.from_numpy(part[None] if single else part).to(parameter.device)
 
     recurrent = as_recurrent(policy)
-    check(recurrent is not None or memory is None, "memory", "given", "None, since the policy has none")
+    check(recurrent is not None or memory is None, "memory", "given", "None, since the policy has no memory")
     acting = {}
     if recurrent is not None:
         if memory is None:

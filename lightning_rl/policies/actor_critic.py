@@ -36,8 +36,8 @@ class ActorCritic(nn.Module):
     """Encoders and recurrent cores, shared by actor and critic or separate, with an action head and a value head.
 
     All arguments but the spaces are options: see `PolicyConfig`, and for `normalize_observations` and
-    `value_normalization` the options `observations` and `values` of `NormalizationConfig`. All values are in units of
-    return, with any `value_normalization`.
+    `value_normalization` the options `observations` and `values` of `NormalizationConfig`. Value estimates are in units
+    of return, whatever the `value_normalization`.
 
     Args:
         observation_space: `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, or any nesting of these in `Dict` and
@@ -108,7 +108,7 @@ class ActorCritic(nn.Module):
     def chooses_rows_alone(self) -> bool:
         """Whether each action depends only on its own observation and a fixed amount of noise.
 
-        False with memory, and with beta distributions, whose sampler rejects a varying number of draws.
+        False with memory, and with beta distributions: rejection sampling uses a varying number of random numbers.
         """
         return self.memory is None and not any(isinstance(module, BetaHead) for module in self.action_head.modules())
 
@@ -151,7 +151,7 @@ class ActorCritic(nn.Module):
         deterministic: bool = False,
         memory: Nested | None = None,
     ) -> PolicyOutput:
-        """Choose an action for every row; see `Policy.act`. Parts for the critic only may be missing.
+        """Choose an action for every row; see `Policy.act`. `critic_only` parts may be missing.
 
         Args:
             observations: `[B, *shape]`.
@@ -235,7 +235,8 @@ class ActorCritic(nn.Module):
     def _acting_features(self, x: Nested, memory: Nested | None) -> tuple[Tensor, Tensor | None, Nested | None]:
         """Return features of one step for actor and critic, and the next recurrent state.
 
-        The critic's features are None if they need the critic's own encoder, or a recurrent state that is missing.
+        The critic's features are None if `memory` lacks the state of the critic's core; without recurrent cores, if the
+        critic has its own encoder.
 
         Args:
             x: Prepared observations.

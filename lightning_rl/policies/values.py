@@ -115,7 +115,7 @@ def in_chunks(function: Callable[[Nested], Nested], x: Nested, lead: int) -> Nes
 
 @torch.no_grad()
 def with_recomputed_values(policy: Policy, rollout: Rollout) -> Rollout:
-    """Return a copy of a rollout with values by the current parameters of `policy`.
+    """Return a copy of a rollout with values recomputed by `policy`, with its current parameters.
 
     A policy with memory is run over the rollout again, from the recurrent state at its start.
     """

@@ -20,7 +20,7 @@ class PartialObservation(gymnasium.ObservationWrapper[Any, Any, Any]):
         indices: Indices of the visible entries: `[0, 2]` shows position and angle of CartPole without velocities.
 
     Raises:
-        ConfigurationError: Observations are no vectors, or have no such entry.
+        ConfigurationError: Observations are not vectors, or have no such entry.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], indices: Sequence[int]) -> None:

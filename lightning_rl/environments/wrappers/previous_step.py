@@ -25,7 +25,7 @@ ACTION, REWARD, OBSERVATION = "previous_action", "previous_reward", "observation
 class PreviousStep(VectorHistory):
     """Adds the previous action and reward to observations; both are zeros at the start of an episode.
 
-    Discrete actions become one-hot vectors. Continuous actions are shown as the environment took them, within bounds.
+    Discrete actions become one-hot vectors; continuous actions are clipped to their bounds.
 
     `transform` is applied to the shown rewards, but not to the returned ones.
 

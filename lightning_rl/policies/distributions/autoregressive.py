@@ -45,7 +45,7 @@ class Autoregressive(Categorical):
         return self._action(super().sample(generator))
 
     def mode(self) -> Nested:
-        """Return the most likely combination; its first choice need not be the most likely first choice."""
+        """Return the most likely combination, which choosing the mode of each component in turn may miss."""
         return self._action(super().mode())
 
     def log_prob(self, action: Nested) -> Tensor:

@@ -96,7 +96,7 @@ def make_action_head(
         in_features: Number of features.
         initial_log_std: See `PolicyConfig`; for Gaussians without the option `initial_std`.
         action_distribution: See `PolicyConfig`.
-        mask_space: Space of the masks, nested as actions are. The head then takes masks after the features.
+        mask_space: Space of the masks, nested as actions are. The head then takes masks as second argument.
 
     Raises:
         ConfigurationError: The space is not supported, or a distribution or a mask does not suit it.
