@@ -73,6 +73,7 @@ def run_state(module: Any) -> dict[str, Any]:  # noqa: ANN401 - an algorithm
         "format": FORMAT,
         "version": __version__,
         "algorithm": type(module).__name__,
+        "options": dict(module.options),
         "precision": _precision(module),
         "planned_env_steps": clock.planned_env_steps,
         "env_steps": clock.env_steps,

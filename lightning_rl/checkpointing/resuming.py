@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl.__about__ import __version__
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, is_weights_only
-from lightning_rl.options import default_groups, flat
 from lightning_rl.spaces import differing, space_from_dict
 from lightning_rl.training.normalizers import reward_scale
 from lightning_rl.training.optimizers import SCHEDULER, has_own_critic_optimizer, optimizers_and_schedulers
@@ -41,7 +40,7 @@ _LEARNED = ", ignored: the learned value is kept"
 
 def check_fits(checkpoint: Mapping[str, Any], module: Any) -> None:  # noqa: ANN401 - an algorithm
     """Raise a `ConfigurationError` that names the options, unless the parameters in a checkpoint fit `module`."""
-    stored, own = _stored_options(checkpoint, module), module.options
+    stored, own = checkpoint[CHECKPOINT_KEY]["options"], module.options
     for name in ("observation_space", "action_space"):
         if stored[name] != own[name]:
             found, expected = differing(space_from_dict(own[name]), space_from_dict(stored[name]))
@@ -56,11 +55,6 @@ def check_fits(checkpoint: Mapping[str, Any], module: Any) -> None:  # noqa: ANN
     settings = ", ".join(f"{name}={own.get(name)!r}" for name in different) or type(module).__name__
     expected = ", ".join(f"{name}={stored.get(name)!r}" for name in different) or "the network it was trained with"
     raise ConfigurationError(f"{settings} does not fit the checkpoint: expected {expected}")
-
-
-def _stored_options(checkpoint: Mapping[str, Any], module: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return the options in a checkpoint by their full names."""
-    return flat(checkpoint["hyper_parameters"], default_groups(type(module)))
 
 
 def _meaning(name: str, options: Mapping[str, Any]) -> Any:  # noqa: ANN401
@@ -91,8 +85,9 @@ def check_resumable(checkpoint: Mapping[str, Any], module: Any) -> None:  # noqa
 def changes(checkpoint: Mapping[str, Any], module: Any) -> list[str]:  # noqa: ANN401 - an algorithm
     """Return a sentence about each difference between a resumed run and its checkpoint."""
     trainer = module.trainer
-    stored, own, state = _stored_options(checkpoint, module), module.options, checkpoint[CHECKPOINT_KEY]
-    # Options that the checkpoint does not have are newer than it; their defaults change nothing.
+    own, state = module.options, checkpoint[CHECKPOINT_KEY]
+    stored = state["options"]
+    # A subclass may have options that the algorithm in the checkpoint does not have.
     names = sorted(set(stored) & set(own) - {*FROM_COMMAND_LINE})
     pairs = [(name, stored[name], own[name]) for name in names]
     pairs += [
@@ -164,7 +159,7 @@ def adopt_settings(checkpoint: dict[str, Any], module: Any) -> None:  # noqa: AN
       another class. Otherwise the state is kept, with the new arguments.
     * A new learning rate replaces the old one. A rate that a schedule has lowered is lowered by the same factor.
     """
-    stored, own = _stored_options(checkpoint, module), module.options
+    stored, own = checkpoint[CHECKPOINT_KEY]["options"], module.options
     if not _same_optimizers(stored, own):
         checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = [], []
         return

@@ -20,6 +20,16 @@ from tests.helpers import merged
 from tests.programs import run_ranks
 
 
+class Doubled(PPO):
+    """Passes another learning rate to its base class than it was given."""
+
+    def __init__(self, *args: Any, learning_rate: float = 1e-3, **kwargs: Any) -> None:
+        super().__init__(*args, learning_rate=2 * learning_rate, **kwargs)
+
+
+SETTINGS["doubled"] = {"env_id": "CartPole-v1"}, {"algorithm": Doubled}
+
+
 @pytest.fixture
 def resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
     """Train for 4 rollouts, change something, and train for 2 more."""
@@ -42,6 +52,12 @@ def test_unchanged_resume_logs_no_changes(resume):
     model, messages = resume("scheduler")
     assert model.policy_version == 6
     assert messages == []
+
+
+def test_subclass_that_changes_its_arguments_resumes_unchanged(resume):
+    model, messages = resume("doubled")
+    assert messages == []
+    assert model.optimizers().param_groups[0]["lr"] == 2e-3
 
 
 @pytest.mark.parametrize(("name", "value"), [("clip_range", 0.1), ("gamma", 0.9), ("num_epochs", 1)])
