@@ -122,8 +122,8 @@ class LastCheckpoint(ModelCheckpoint):
     Args:
         dirpath: Folder; by default `checkpoints` in the folder of the logger.
         train_time_interval: Also save within an epoch, after the first rollout that ends this long after the last save.
-            A save that falls on a validation or on the end of an epoch waits for it, since a resumed run would skip it.
-            None saves only at the end of epochs.
+            Rollouts that are followed by a validation are excluded, since a run that resumes there would skip the
+            validation. None saves only at the end of epochs.
     """
 
     def __init__(self, dirpath: str | Path | None = None, train_time_interval: timedelta | None = None) -> None:

@@ -51,8 +51,8 @@ class RunLock:
         except BlockingIOError:
             self.release()
             raise ConfigurationError(
-                f"ckpt_path: the run in {run_dir} has not ended, another process is training it: expected one that "
-                "has; jobs that run at the same time need a trainer.default_root_dir each"
+                f"ckpt_path: another process is still training the run in {run_dir}: wait until it ends, or give "
+                "simultaneous jobs different values of trainer.default_root_dir"
             ) from None
         except OSError:  # the file system has no locks
             self.release()
@@ -137,12 +137,12 @@ def _is_first_rank() -> bool:
 def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool = False) -> Path | None:
     """Return the newest checkpoint of the runs under `root`, or None.
 
-    A damaged `last` checkpoint is replaced by the newest intact one of the same run, with a warning.
+    With `last`, damaged files are skipped with a warning: the result is the newest intact checkpoint of the same run.
 
     Args:
         root: Folder of the runs.
-        name: `last` for the newest checkpoint of all, `best` for the newest whose name starts so.
-        resumable: Skip checkpoints that have only weights.
+        name: `last` for the newest checkpoint of any name, `best` for the newest `best*.ckpt`.
+        resumable: Skip checkpoints that contain only weights.
         nested: Search all folders below `root` for runs.
     """
     folders = "**/version_*" if nested else "version_*"
@@ -163,7 +163,7 @@ def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool
         if resumable and _has_only_weights(path):
             continue
         for _, damage in damaged:
-            rank_zero_warn(f"{damage}; taking {str(path)!r} instead, the newest intact checkpoint of the run")
+            rank_zero_warn(f"{damage}; using {str(path)!r} instead, the newest intact checkpoint of the run")
         return path
     if damaged:
         raise damaged[0][1]

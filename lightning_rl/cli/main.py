@@ -112,7 +112,7 @@ class OnPolicyCLI(LightningCLI):
         if name in ("last", "best"):
             path = find_checkpoint(self._root, name, resumable=self._fits)
             if path is None and not self._fits:
-                raise ConfigurationError(f"ckpt_path={name!r}: expected a checkpoint under {self._root}, there is none")
+                raise ConfigurationError(f"ckpt_path={name!r}: there is no checkpoint under {self._root}")
             if path is None:
                 say(f"WARNING: ckpt_path={name!r}: there is no checkpoint under {self._root}: starting a NEW run.")
         elif path is not None:

@@ -98,7 +98,7 @@ class RolloutDataModule(LightningDataModule):
         env: Options of the environments. A dict changes single fields of the default.
         actors: Options of asynchronous actors, also as a dict.
         evaluation: Options of validation, test and prediction, also as a dict.
-        info_keys: Keys of `info` whose scalars are averaged and logged as `rollout/<key>`.
+        info_keys: Keys of `info` whose numbers are logged as `rollout/<key>`, averaged over a rollout.
         seed: Seed of environments and actions. None takes the seed of `seed_everything`, or a random one.
 
     Raises:
@@ -122,7 +122,7 @@ class RolloutDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         refuse_unknown_options(type(self), unknown)
-        check(isinstance(env_id, str), "env_id", env_id, "an id: register an environment of your own first")
+        check(isinstance(env_id, str), "env_id", env_id, "a string; register custom environments first")
         for name in ("num_envs", "rollout_length", "rollouts_per_epoch"):
             check_positive_int(name, locals()[name])
         check(seed is None or (is_int(seed) and seed >= 0), "seed", seed, "an integer of at least 0, or None")
@@ -223,7 +223,7 @@ class RolloutDataModule(LightningDataModule):
 
     @property
     def rollout_pending(self) -> bool:
-        """Whether the module has not finished the update with the latest rollout."""
+        """Whether the latest rollout has been collected, but its update has not finished."""
         module = self.trainer.lightning_module if self.trainer is not None else None
         version = getattr(module, "policy_version", None)
         return version is not None and version == self._collected_version
@@ -392,8 +392,8 @@ class RolloutDataModule(LightningDataModule):
             known = [x for x in rollout.info_names if not x.startswith(("_", "final_", "lightning_rl/"))]
             for key in sorted(self._missing_infos):
                 rank_zero_warn(
-                    f"info_keys={key!r} was in no info of the first {first}, which had "
-                    f"{', '.join(known) or 'no keys'}{did_you_mean(key, known)}"
+                    f"info_keys={key!r} did not appear in info during the first {first} "
+                    f"(keys: {', '.join(known) or 'none'}){did_you_mean(key, known)}"
                 )
             self._missing_infos.clear()
 

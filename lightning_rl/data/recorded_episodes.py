@@ -76,7 +76,7 @@ def _checked(episodes: Sequence[Episode]) -> Sequence[Episode]:
 
 
 class RecordedEpisodes(RolloutDataModule):
-    """Yields steps of recorded episodes instead of rollouts; the environment defines the spaces and is for evaluation.
+    """Yields random steps of recorded episodes instead of rollouts; the environment is used for evaluation only.
 
     A training batch has `rollout_length · num_envs` steps, drawn at random with replacement. It has observations,
     actions and rewards, but neither log-probabilities nor values. `BehaviourCloning` learns from such batches.

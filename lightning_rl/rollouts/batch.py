@@ -23,9 +23,9 @@ class Batch:
 
     Attributes:
         sequences: For a recurrent policy, which rows follow one another; else None.
-        weight: Weight of each row: means are `weight · Σ` over rows. With several ranks the average over ranks, which
-            DDP computes, is then the mean over the rows of all ranks.
-        weights: Weights of single rows, `[N]`, if this field exists: means are `weight · Σ weights · x`.
+        weight: Weight of each row: `mean(x)` is `weight · Σ x`. It is set so that with several ranks the average over
+            ranks, which DDP computes, is the mean over the rows of all ranks.
+        weights: Weight of each single row, `[N]`, if this field exists: `mean(x)` is `weight · Σ weights · x`.
         counts_all_rows: Whether means divide by the number of rows even if there are `weights`.
         is_normalized: Whether `advantages` are normalized already.
         source: The rollout, and which of its steps are the rows, `[T, B]`; None if unknown.

@@ -46,19 +46,20 @@ class Rollout:
         valid: False where an environment was only reset, failed and was replaced, or waited for other agents, `[T, B]`;
             None if every step is real.
         log_probs: Log-probabilities of the actions under the policy that acted, `[T, B]`.
-        values: Its values of the observations, `[T, B]`.
-        next_values: Its values of the observations that the steps reached, `[T, B]`: 0 at terminal states, values of
-            the final observations at truncated steps.
+        values: Value estimates of the policy that acted for the observations, `[T, B]`.
+        next_values: Its value estimates for the observations that the steps led to, `[T, B]`: 0 at terminal states,
+            values of the final observations at truncated steps.
         final_indices: Time and environment of each truncated step, `[K, 2]`.
-        final_observations: Observations that these steps reached, `[K, ...]`, nested as the space.
+        final_observations: Observations that these steps led to, `[K, ...]`, nested as the space.
         starts: Whether an observation is the first of an episode, `[T, B]`, on the CPU; None if unknown.
-        memory: For a recurrent policy, its state at the begin of each of `K` sequences in time, `[K, B, ...]`.
-        burn_in: Number of steps between the states in `memory` and the sequences, fewer at the begin of the rollout.
+        memory: For a recurrent policy, the recurrent states from which the `K` sequences of each environment are
+            unrolled, `[K, B, ...]`.
+        burn_in: Number of steps from the states in `memory` to their sequences; fewer at the start of the rollout.
         repeats: Number of times that the environment took each action, `[T, B]`, if the policy chooses it.
         policy_version: Number of updates of the policy that acted.
         episodes: Returns and lengths of the episodes that ended in this rollout.
-        infos: Values of each requested key of `info`.
-        info_names: If keys were requested, all keys of `info` at the ends of episodes, or in the last step.
+        infos: Numbers of each key in `info_keys` of the data module.
+        info_names: With `info_keys`, all keys of `info` at the ends of episodes, or in the last step.
         failures: Message for each environment that was replaced; None if failures end the run.
         frames: Number of simulator steps if actions are repeated; None: one for each real step.
         actor: Asynchronous actor that collected the rollout; None: the learner.
@@ -66,8 +67,8 @@ class Rollout:
             corrects for older policies has replaced `log_probs`; else None.
         dropped: Number of rollouts that were dropped before this one because their policy was too old.
         actors_lost: Number of asynchronous actors that were lost before this rollout; None if they are not replaced.
-        seconds: Time to collect the rollout, or to wait for it.
-        parts_of_seconds: Parts of it: `env`, `policy`, `transfer`.
+        seconds: Seconds to collect the rollout, or to wait for it.
+        parts_of_seconds: Seconds of the parts `env`, `policy` and `transfer`.
         num_steps: Number of real steps.
     """
 
@@ -179,7 +180,7 @@ class Rollout:
         return gamma * continues if self.repeats is None else gamma ** self.repeats.to(continues.dtype) * continues
 
     def traces(self, lambda_: float) -> Tensor:
-        """Return the weight of the next step's estimate, `[T, B]`: λ, or 0 at the end of an episode."""
+        """Return the trace-decay parameter of each step, `[T, B]`: λ, or 0 at the end of an episode."""
         return lambda_ * (~self.dones).to(self.rewards.dtype)
 
     def flatten(self, rows: Tensor | None = None, /, **per_step: Nested) -> Batch:

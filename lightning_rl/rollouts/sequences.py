@@ -15,7 +15,7 @@ from lightning_rl.nested import Nested, first_leaf, map_leaves
 
 
 class Sequences:
-    """Which rows of a batch follow one another, and the recurrent state at the begin of each sequence.
+    """Which rows of a batch follow one another, and the recurrent state at the start of each sequence.
 
     The rows of a sequence are contiguous and in the order of time. `lengths` and `starts` are on the CPU, so that
     computing positions does not wait for a device.
@@ -24,7 +24,7 @@ class Sequences:
         lengths: Number of rows of each sequence, possibly 0, `[S]`.
         starts: Whether a row is the first of an episode, `[N]`; the recurrent state is zero there.
         memory: Recurrent state before the first row of each sequence, `[S, ...]`.
-        burn_in: Rows before each sequence; unrolling them from `burn_in.memory` gives the state at the begin of the
+        burn_in: Rows before each sequence; unrolling them from `burn_in.memory` gives the state at the start of the
             sequence. None: `memory` is used as it was stored.
         burn_in_observations: Observations of the burn-in rows, `[M, ...]`, nested as the space.
     """
@@ -143,7 +143,7 @@ def cut(
         valid: Which steps are real, `[T, B]`. None: all.
         starts: Whether an observation is the first of an episode, `[T, B]`.
         memory: Recurrent states, `[K, B, ...]`: for each of the `K` sequences of an environment, the state `burn_in`
-            steps before its first step, or at the begin of the rollout.
+            steps before its first step, or at the start of the rollout.
         burn_in: Number of steps before a sequence from which its state is recomputed.
         observations: `[T, B, ...]`; further rows are ignored.
 

@@ -157,7 +157,7 @@ def draw_runs(
 ) -> list[Path]:
     """Run the command `lightning-rl plot`, which documents the options; return the files.
 
-    Each metric and environment has a panel. Repeated seeds and runs with changed settings are warned of.
+    Each metric and environment has a panel. Warns of repeated seeds, and of runs that were resumed with other settings.
     """
     paths = _files(out)  # before logs are read, which takes a while
     experiments = _experiments(runs)

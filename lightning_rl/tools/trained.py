@@ -98,7 +98,7 @@ def find_trained(given: str | Path, config: str | Path | None = None) -> Path:
     root = RUNS if config is None else _root_of(config_file(config))
     path = find_checkpoint(root, str(given), nested=config is None)
     if path is None:
-        raise ConfigurationError(f"ckpt_path={given!r}: expected a checkpoint under {root}, there is none")
+        raise ConfigurationError(f"ckpt_path={given!r}: there is no checkpoint under {root}")
     return path
 
 

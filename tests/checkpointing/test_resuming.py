@@ -446,7 +446,7 @@ def test_replays_with_another_sequence_layout_are_dropped(name, changed, was, no
     model, (message,) = resume(name, stop=7, model={"policy": {"memory": memory}})
     assert message.startswith("Resuming with policy.memory=")
     layouts = [f"shape {x[:2]} with {x[2]} stored states and a burn-in of {x[3]}" for x in (was, now)]
-    dropped = f"The kept rollouts have {layouts[0]}, new ones {layouts[1]}: {what} restarts without them"
+    dropped = f"Stored rollouts have {layouts[0]}, new ones {layouts[1]}: {what} drops the stored ones"
     assert caplog.messages.count(dropped) == 1
     # The dropped rollout is missing from the phase, which needs three more. Nine unrolls are new.
     assert len(model.kept) == (0 if name == "ppg_sequences" else 9)
@@ -454,6 +454,6 @@ def test_replays_with_another_sequence_layout_are_dropped(name, changed, was, no
 
 def test_new_batch_size_restarts_the_phase(resume, caplog):
     model, _ = resume("ppg_off_policy", stop=5, model={"batch_size": 16})
-    dropped = "The kept rollouts have shape (1, 32), new ones shape (1, 16): the policy phase restarts without them"
+    dropped = "Stored rollouts have shape (1, 32), new ones shape (1, 16): the policy phase drops the stored ones"
     assert caplog.messages.count(dropped) == 1
     assert (len(model.kept), model.kept.shape) == (2, (1, 16))

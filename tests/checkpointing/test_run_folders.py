@@ -132,7 +132,7 @@ def test_last_falls_back_to_newest_intact_checkpoint_with_warning(tmp_path):
             assert find_checkpoint(tmp_path, "last", resumable) == newer
         for damaged, warning in zip((last, half), warned, strict=True):
             assert re.match(
-                rf"ckpt_path='{damaged}' is damaged .*; taking '{newer}' instead, the newest intact checkpoint of the "
+                rf"ckpt_path='{damaged}' is damaged .*; using '{newer}' instead, the newest intact checkpoint of the "
                 "run",
                 str(warning.message),
             )

@@ -528,7 +528,7 @@ def test_an_untrained_policy_is_evaluated_with_a_warning(capsys):
 def test_a_missing_info_key_is_one_warning():
     done = programs.run("-m", "lightning_rl", "fit", *SMALL, "--data.info_keys=[nothing]", "--max_env_steps=64")
     (line,) = unexpected(done.stderr)
-    assert line.endswith(": info_keys='nothing' was in no info of the first rollout, which had no keys")
+    assert line.endswith(": info_keys='nothing' did not appear in info during the first rollout (keys: none)")
 
 
 # ---------------------------------------------------------------------- errors
@@ -768,7 +768,7 @@ def test_a_checkpoint_of_another_environment_is_refused_and_nothing_is_written(c
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_evaluation_needs_the_checkpoint_that_it_asks_for(capsys, command, name):
     message = refused(capsys, command, *SMALL, f"--ckpt_path={name}")
-    assert message == f"ckpt_path='{name}': expected a checkpoint under runs/ppo/CartPole-v1, there is none"
+    assert message == f"ckpt_path='{name}': there is no checkpoint under runs/ppo/CartPole-v1"
 
 
 BROKEN = """

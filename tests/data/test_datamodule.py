@@ -158,7 +158,7 @@ def test_more_evaluation_episodes_take_more_environments():
 
 
 def test_env_id_must_be_a_string():
-    with pytest.raises(ConfigurationError, match=r"env_id=<.*CartPole.* is not valid: expected an id: register"):
+    with pytest.raises(ConfigurationError, match=r"env_id=<.*CartPole.* is not valid: expected a string; register"):
         RolloutDataModule(gymnasium.make("CartPole-v1"))
 
 
@@ -168,7 +168,7 @@ def test_missing_info_key_warns_once(recwarn):
         data.collect()
     data.teardown("fit")
     messages = [str(warning.message) for warning in recwarn]
-    assert messages.count("info_keys='nowhere' was in no info of the first rollout, which had no keys") == 1
+    assert messages.count("info_keys='nowhere' did not appear in info during the first rollout (keys: none)") == 1
 
 
 def test_misspelled_info_key_warns_after_the_first_episode(recwarn):
@@ -178,7 +178,8 @@ def test_misspelled_info_key_warns_after_the_first_episode(recwarn):
     data.teardown("fit")
     (message,) = [str(warning.message) for warning in recwarn if "info_keys" in str(warning.message)]
     expected = (
-        "info_keys='scroe' was in no info of the first rollout, which had level, name, score; did you mean score?"
+        "info_keys='scroe' did not appear in info during the first rollout (keys: level, name, score); "
+        "did you mean score?"
     )
     assert message == expected
 

@@ -37,20 +37,21 @@ class ActorConfig:
     """Options of asynchronous actors.
 
     Args:
-        count: Asynchronous actors on each rank: processes that have `num_envs` environments and a copy of the policy
-            each, and collect while the learner trains. Rollouts are then of earlier versions of the policy, for which
-            the algorithm must correct. 0: the learner collects, and runs are reproducible.
-        prefetch: Rollouts that each actor may have ready or in progress. None: 2 with several processes, so that none
-            waits while the learner trains on the rollout of another one, else 1.
-        start_method: How processes are started: `fork`, `spawn` or `forkserver`. None: Python's default.
-        timeout: Seconds that an actor may take for a rollout, its start included, before it counts as hung.
-        max_policy_lag: Number of updates that a rollout's policy may be older than the learner's; older rollouts are
-            dropped and counted as `rollout/dropped`. None: no limit.
-        backend: `processes` of this machine, or `ray`: actors on any machine of a Ray cluster, which join when there is
-            room for them and are replaced when they die (counted as `rollout/actors_lost`).
-        resources: Resources of Ray for each actor. None: `{CPU: 1}`. Networks use as many threads as CPUs.
-        ray_address: Address of the Ray cluster, as in `ray.init`. None joins the cluster that Ray finds, or starts one
-            on this machine. An existing session is used.
+        count: Number of asynchronous actors on each rank. Each is a process with `num_envs` environments and a copy of
+            the policy, which collects while the learner trains. Rollouts are then from earlier versions of the policy,
+            and the algorithm must correct for this policy lag. With 0 the learner collects, and runs are reproducible.
+        prefetch: Maximum number of rollouts per actor that are ready or in progress. None is 2 with several processes,
+            so that no actor idles while the learner trains on another actor's rollout, else 1.
+        start_method: How processes are started: `fork`, `spawn` or `forkserver`. None is Python's default.
+        timeout: Maximum seconds for one rollout, including the start of the actor. An actor that takes longer counts
+            as hung and ends the run.
+        max_policy_lag: Maximum policy lag of a rollout, in updates. Older rollouts are dropped and counted as
+            `rollout/dropped`. None sets no limit.
+        backend: `processes` runs actors on this machine. `ray` runs them on any machine of a Ray cluster; they start
+            when the cluster has room and are replaced when they die (counted as `rollout/actors_lost`).
+        resources: Ray resources of each actor. None is `{CPU: 1}`. Networks use as many threads as CPUs.
+        ray_address: Address of the Ray cluster for `ray.init`. None uses the cluster that Ray finds, or starts one on
+            this machine. Ignored if this process has a Ray session already.
     """
 
     count: int = 0

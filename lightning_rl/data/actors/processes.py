@@ -33,7 +33,7 @@ _GRACE = 2.0
 
 
 class ActorStatus:
-    """Shared memory in which actors say since when they collect, and the learner stops them."""
+    """Shared memory with the start time of each actor's rollout, and the learner's request to stop."""
 
     def __init__(self, num_actors: int) -> None:
         now = time.monotonic()  # the same clock in all processes of a machine
@@ -41,11 +41,11 @@ class ActorStatus:
         self._stopped = torch.zeros(1, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
 
     def set_busy(self, actor: int, is_busy: bool) -> None:
-        """Mark the begin or the end of a rollout; an actor that starts is busy too."""
+        """Mark the start or the end of a rollout; actors also count as busy while they start."""
         self._since[actor] = time.monotonic() if is_busy else torch.inf
 
     def busy_for(self, actor: int) -> float:
-        """Return the seconds since the begin of the rollout; 0 between rollouts."""
+        """Return the seconds since the start of the rollout; 0 between rollouts."""
         return max(0.0, time.monotonic() - float(self._since[actor]))
 
     def stop(self) -> None:

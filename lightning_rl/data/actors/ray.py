@@ -147,8 +147,8 @@ class RayActors:
         room = [int(available.get(name, 0) // amount) for name, amount in self._resources.items() if amount]
         if room and min(room) < self._options.count:
             rank_zero_warn(
-                f"actors.count={self._options.count}: the cluster of Ray has room for {min(room)} of them, with "
-                f"{self._resources} each; the others join when machines do"
+                f"actors.count={self._options.count}: the Ray cluster has room for {min(room)} of them, with "
+                f"{self._resources} each; the others start when machines are added"
             )
 
     def _start(self) -> None:
@@ -237,13 +237,11 @@ class RayActors:
         self._losses += 1
         if member.losses > MAX_RESTARTS_IN_A_ROW:
             raise EnvironmentFailure(
-                f"{who}; {MAX_RESTARTS_IN_A_ROW} others in its place, without a rollout in between, did not help"
+                f"{who}; {MAX_RESTARTS_IN_A_ROW} replacements in a row failed before they had collected a rollout"
             ) from error
         if not self._warned_of_loss:
             self._warned_of_loss = True
-            rank_zero_warn(
-                f"{who}. Ray starts another in its place, as for others that die; rollout/actors_lost counts them"
-            )
+            rank_zero_warn(f"{who}. Ray replaces actors that die; rollout/actors_lost counts them")
         if not any(member.where for member in self._members):
             self._nobody_since = time.monotonic()
         self._request_join(actor)
@@ -279,7 +277,7 @@ def _connect(ray: Any, address: str | None) -> bool:  # noqa: ANN401 - a module
         ray.init(address=address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigurationError(
-            f"actors.ray_address={address!r} leads to no cluster of Ray ({error}): expected its address, or None"
+            f"actors.ray_address={address!r} leads to no Ray cluster ({error}): expected the address of one, or None"
         ) from error
     finally:
         # Ray's handler would end this process at once, before the run can save a checkpoint.

@@ -20,7 +20,7 @@ class Replay(ABC):
     _before: Any = None
 
     def begin(self) -> None:
-        """Remember the content for `rollback`, without copying steps."""
+        """Start to record changes for `rollback`, without copying steps."""
         self._before = self._snapshot()
 
     def commit(self) -> None:
@@ -88,7 +88,7 @@ class Layout(NamedTuple):
 def drop_unless_alike(memory: Replay, layout: Layout, name: str) -> None:
     """Clear a memory whose rollouts differ from the next one in `layout`, and log that `name` restarts without them."""
     if memory.layout not in (None, layout):
-        rank_zero_info(f"The kept rollouts have {memory.layout}, new ones {layout}: {name} restarts without them")
+        rank_zero_info(f"Stored rollouts have {memory.layout}, new ones {layout}: {name} drops the stored ones")
         memory.clear()
 
 

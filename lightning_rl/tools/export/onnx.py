@@ -105,7 +105,7 @@ def _cannot_export(program: ExportedProgram, policy: nn.Module, error: Exception
     place = next((_place(node, policy) for node in program.graph.nodes if stem in str(node.target)), "")
     return ConfigurationError(
         f"policy={name} cannot be exported to ONNX, which has no counterpart of {operator}{place}: expected other "
-        "actions or networks, programs=['greedy'] if only samples need it, or format='torch_export'"
+        "actions or networks, programs=['greedy'] if only sampling uses it, or format='torch_export'"
     )
 
 

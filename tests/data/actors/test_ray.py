@@ -117,7 +117,7 @@ def test_an_actor_that_joins_later_begins_with_the_newest_weights(ray):
 
     ray.on_wait = lambda: setattr(ray.handles[1], "has_place", len(seen.rollouts) >= 5)
     with pytest.warns(
-        UserWarning, match=r"actors.count=2: the cluster of Ray has room for 1 of them, with {'CPU': 1} each"
+        UserWarning, match=r"actors.count=2: the Ray cluster has room for 1 of them, with {'CPU': 1} each"
     ):
         make_trainer(callbacks=[seen]).fit(make(data), data)
     first = next(rollout for rollout in seen.rollouts if rollout.actor == 1)
@@ -140,7 +140,7 @@ def test_actor_that_dies_repeatedly_ends_the_run(ray):
     ray.on_wait = lambda: ray.handles[0].die() if ray.handles[0].calls[-1][0] == "collect" else None
     with (
         pytest.warns(UserWarning, match="is gone"),
-        pytest.raises(EnvironmentFailure, match=r"it died; 3 others in its place, without a rollout in between"),
+        pytest.raises(EnvironmentFailure, match=r"it died; 3 replacements in a row failed before"),
     ):
         make_trainer().fit(make(data), data)
     assert ray.handles[0].lives == 4
@@ -208,7 +208,7 @@ def test_existing_ray_session_stays_open(ray):
 def test_ray_address_without_a_cluster_is_refused(ray):
     data = make_actors(actors={"ray_address": "nowhere"})
     with pytest.raises(
-        ConfigurationError, match=r"actors.ray_address='nowhere' leads to no cluster of Ray \(nobody answers\)"
+        ConfigurationError, match=r"actors.ray_address='nowhere' leads to no Ray cluster \(nobody answers\)"
     ):
         make_trainer().fit(make(data), data)
 
