@@ -82,7 +82,7 @@ def space_from_dict(spec: SpaceOrDict) -> spaces.Space[Any]:
     """Return the space that `space_to_dict` described; a space is returned unchanged.
 
     Raises:
-        ConfigurationError: `spec` is no space and no valid description.
+        ConfigurationError: `spec` is neither a space nor a valid description of one.
     """
     if isinstance(spec, spaces.Space):
         return spec

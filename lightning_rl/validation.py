@@ -90,12 +90,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether `value` is an integer; True and False are none."""
+    """Whether `value` is an integer and not a boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Whether `value` is a list or the like; texts and bytes are none."""
+    """Whether `value` is a sequence such as a list, and neither a string nor bytes."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 

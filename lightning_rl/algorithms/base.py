@@ -260,7 +260,7 @@ class OnPolicyAlgorithm(LightningModule):
         return None
 
     def minibatch_order(self, num_items: int) -> Tensor:
-        """Return the order of the rows in one pass, `[M]`: indices below `num_items`, left out or repeated as you like.
+        """Return the order of the rows in one pass, `[M]`: indices below `num_items`, which may be omitted or repeated.
 
         If the policy has memory, these are the indices of sequences.
         """
@@ -444,7 +444,7 @@ class OnPolicyAlgorithm(LightningModule):
     def _commit_update(self, rollout: Rollout) -> None:
         """Keep the effects of the updates from a rollout."""
         if self.normalizers.of_values is not None and not self.steps.has_value:
-            raise RuntimeError("normalization.values needs a loss of values: call loss.add_value")
+            raise RuntimeError("normalization.values needs a value loss: call loss.add_value")
         self.skipped_updates = 0
         self.steps.adapt_learning_rate(self.losses)
         self.after_update(self.losses)
@@ -608,7 +608,7 @@ class OnPolicyAlgorithm(LightningModule):
         Runs before anything is collected or written.
         """
         has_update = type(self).update is not OnPolicyAlgorithm.update
-        check(has_update, "model", type(self).__name__, "an algorithm, a class that has an update")
+        check(has_update, "model", type(self).__name__, "a subclass that defines update(rollout)")
         check_trainer(self, trainer, rollout_shape)
         problem = fast.compiler_problem(trainer.strategy.root_device) or None
         possible = self.fast_paths != "compiled" or problem is None
@@ -629,7 +629,7 @@ class OnPolicyAlgorithm(LightningModule):
         self.check_actors(getattr(data, "num_actors", 0))
 
     def on_train_start(self) -> None:
-        """Restore the state of this rank, and find out how long the run is."""
+        """Restore the state of this rank, and determine the planned end of the run."""
         self._restore_this_rank()
         for optimizer in self.steps.all_optimizers:
             for group in optimizer.param_groups:  # a checkpoint may come from another device
@@ -699,11 +699,11 @@ class OnPolicyAlgorithm(LightningModule):
             Which tensors were copied, and which not.
 
         Raises:
-            ConfigurationError: The file is no checkpoint of this package, or nothing of a requested part fits.
+            ConfigurationError: The file is not a checkpoint of this package, or nothing of a requested part fits.
         """
         checkpoint = read_checkpoint(path, "init_from")
         result = warm_start(self, checkpoint, parts, str(path))
-        rank_zero_info(f"Beginning with parameters from {path}:\n  {result}")
+        rank_zero_info(f"Starting with parameters from {path}:\n  {result}")
         return result
 
     @classmethod

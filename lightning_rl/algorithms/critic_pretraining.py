@@ -43,7 +43,7 @@ class ReturnEstimator(AdvantageEstimator):
 
     @torch.no_grad()
     def _log_rhos(self, rollout: Rollout) -> Tensor:
-        """Return the log importance weights, `[T, B]`."""
+        """Return the log importance ratios, `[T, B]`."""
         steps = unroll(rollout)
         batch = steps.batch
         log_rhos = on_rows(self.policy, batch)[0].log_prob(batch.actions) - batch.log_probs
@@ -63,8 +63,8 @@ class CriticPretraining(OnPolicyAlgorithm):
         num_epochs: Passes over each rollout.
         num_minibatches: Minibatches of each pass.
         reduction: Take the `mean` of losses over steps, or their `sum`.
-        reward_scale: Factor of the rewards.
-        reward_clip: Bounds of the scaled rewards: `abs_one`, `soft_asymmetric` or a number.
+        reward_scale: Multiplier of the rewards.
+        reward_clip: Clipping of the scaled rewards: `abs_one`, `soft_asymmetric` or a number, see `EnvConfig`.
         **kwargs: Options of `OnPolicyAlgorithm`.
 
     Raises:

@@ -35,17 +35,19 @@ class IMPALA(OnPolicyAlgorithm):
 
     Args:
         vtrace_lambda: λ of the trace coefficients, 0 to 1. May be a schedule.
-        clip_rho: ρ̄, maximum importance weight of a temporal difference; decides which values are learned. None does not
-            clip.
-        clip_c: c̄, maximum importance weight of a trace; decides how fast values are learned. None does not clip.
-        clip_pg_rho: Maximum importance weight of an advantage. None does not clip.
-        vtrace_leak: Share of the clipped-off part of these weights that is kept: 0 is V-trace, above is leaky V-trace.
+        clip_rho: ρ̄, maximum importance ratio in temporal differences; determines the policy whose values are learned.
+            None does not clip.
+        clip_c: c̄, maximum importance ratio in traces; affects the speed of learning, not the values learned. None does
+            not clip.
+        clip_pg_rho: Maximum importance ratio in advantages. None does not clip.
+        vtrace_leak: Weight of the unclipped ratio in these ratios: 0 is V-trace, above 0 leaky V-trace (Zahavy et al.
+            2020), 1 does not clip.
         clip_advantage: Replace negative advantages by 0.
         value_coef: Weight of the value loss ½(V - V-trace target)².
         entropy_coef: Weight of the entropy bonus. May be a schedule.
         reduction: Take the `mean` of losses over steps, or their `sum`.
-        reward_scale: Factor of the rewards.
-        reward_clip: Bounds of the scaled rewards: `abs_one`, `soft_asymmetric` or a number.
+        reward_scale: Multiplier of the rewards.
+        reward_clip: Clipping of the scaled rewards: `abs_one`, `soft_asymmetric` or a number, see `EnvConfig`.
         **kwargs: Options of `OnPolicyAlgorithm`. The default optimizer is RMSprop, as in the paper.
     """
 
@@ -147,7 +149,7 @@ class IMPALA(OnPolicyAlgorithm):
 
         Args:
             steps: The unroll.
-            log_rhos: Log importance weights of its rows, `[N]`.
+            log_rhos: Log importance ratios of its rows, `[N]`.
             values: The learner's values of its rows, `[N]`.
         """
         rollout, estimator = steps.rollout, self.estimator

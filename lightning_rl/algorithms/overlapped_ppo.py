@@ -25,12 +25,12 @@ from lightning_rl.training.minibatches import unroll
 
 
 class VTraceEstimator(AdvantageEstimator):
-    """Computes advantages and value targets by V-trace (Espeholt et al. 2018) with importance weights of at most 1."""
+    """Computes advantages and value targets by V-trace (Espeholt et al. 2018) with importance ratios clipped at 1."""
 
     def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Return advantages and value targets `[T, B]` of a rollout from `OverlappedPPO.reevaluated`.
 
-        With importance weights of 1 they are generalized advantage estimates.
+        With importance ratios of 1 they are generalized advantage estimates.
         """
         assert rollout.log_rhos is not None
         targets, advantages = rl.vtrace(
@@ -49,7 +49,7 @@ class OverlappedPPO(PPO):
 
     The clipped importance ratio compares the current policy with the policy at the start of the updates, as in the
     decoupled objective of Hilton et al. 2021. V-trace (Espeholt et al. 2018) corrects for the difference between that
-    policy and the one that acted, by importance weights of at most 1 in value targets, traces and advantages.
+    policy and the one that acted, by importance ratios clipped at 1 in value targets, traces and advantages.
 
     Args:
         **kwargs: Options of `PPO`, without `advantages.estimator`, `advantages.value_target`,
@@ -85,7 +85,7 @@ class OverlappedPPO(PPO):
     def reevaluated(self, rollout: Rollout) -> Rollout:
         """Return a copy of a rollout with log-probabilities and values of the current policy.
 
-        Its `log_rhos` are the log importance weights of the current policy over the one that acted, `[T, B]`.
+        Its `log_rhos` are the log importance ratios of the current policy over the one that acted, `[T, B]`.
         """
         if rollout.memory is None:
             acted = map_leaves(itemgetter(slice(rollout.shape[0])), rollout.observations)

@@ -1,4 +1,4 @@
-"""Phasic policy gradient with replay buffers, as DI-engine's `ppg_offpolicy` without its errors."""
+"""Phasic policy gradient with replay buffers, as DI-engine's `ppg_offpolicy` with its errors corrected."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class OffPolicyPPG(PPG):
             for a batch.
         batch_size: Rows of each batch, on each rank.
         policy_buffer_size: Steps in the buffer of the policy; new steps replace the oldest.
-        policy_max_use: Maximum number of times that each of them is drawn. None: until it is replaced.
+        policy_max_use: Maximum number of draws of each step from this buffer. None sets no limit.
         value_buffer_size: Steps in the buffer of the value.
-        value_max_use: Maximum number of times that each of them is drawn.
+        value_max_use: Maximum number of draws of each step from this buffer. None sets no limit.
         num_policy_iterations: N_π, iterations of a policy phase; a phase may span several rollouts.
         num_epochs: Passes over each pair of batches.
         num_minibatches: Minibatches of each pass.

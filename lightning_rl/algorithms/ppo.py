@@ -47,7 +47,7 @@ class PPO(OnPolicyAlgorithm):
             it and the current one exceeds 1.5 times this. None never stops. May be a schedule.
         advantages: How advantages and value targets are computed; advantages are normalized over each minibatch by
             default.
-        clipping: Further bounds of what one rollout may change.
+        clipping: Further limits on how far one rollout may change policy and values.
         **kwargs: Options of `OnPolicyAlgorithm`.
     """
 

@@ -101,7 +101,7 @@ class EpisodeRecorder(Callback):
             data.film_predictions(Films(self.folder), self.env_kwargs)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget earlier episodes."""
+        """Drop the episodes of an earlier `predict`."""
         self._episodes = []
 
     def on_predict_batch_end(
@@ -150,7 +150,7 @@ class EpisodeLines(Callback):
     """
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget earlier episodes."""
+        """Drop the episodes of an earlier `predict`."""
         self.lines: list[str] = []
 
     def on_predict_batch_end(

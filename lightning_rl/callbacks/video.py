@@ -94,7 +94,7 @@ def data_of(trainer: Trainer) -> RolloutDataModule:
     """Return the data module.
 
     Raises:
-        ConfigurationError: The data module is no `RolloutDataModule`.
+        ConfigurationError: The data module is not a `RolloutDataModule`.
     """
     data = trainer.datamodule  # type: ignore[attr-defined]
     check(isinstance(data, RolloutDataModule), "datamodule", type(data).__name__, "a RolloutDataModule to film")

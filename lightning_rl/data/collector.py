@@ -343,7 +343,7 @@ class Collector:
     def _store(self, name: str, t: int, x: Nested) -> None:
         """Copy a policy output `[B, ...]` of step `t`; the first step allocates the memory.
 
-        (Small tensors kept one by one would fragment the heap between the large ones that a network allocates.)
+        (Many small tensors would fragment the heap between the large tensors that a network allocates.)
         """
         if name not in self._acted:
             with torch.inference_mode(False):  # the rollout outlives the mode

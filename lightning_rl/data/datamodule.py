@@ -82,14 +82,14 @@ class OnDemandLoader(Generic[T]):
 class RolloutDataModule(LightningDataModule):
     """Owns the environments and yields on-policy batches.
 
-    One training batch is one `Rollout` of `rollout_length` steps in each of `num_envs` environments, collected with the
-    current parameters when the Trainer fetches it; an epoch is `rollouts_per_epoch` rollouts. One batch of validation,
-    test or prediction is a list of `evaluation.episodes` whole episodes, played in separate environments with separate
-    seeds, raw rewards and frozen normalizers: the same episodes each time.
+    One training batch is one `Rollout` of `rollout_length` steps in each of `num_envs` environments. The rollout is
+    collected with the current parameters when the Trainer fetches it, or by asynchronous `actors` with earlier ones.
+    One batch of validation, test or prediction is a list of `evaluation.episodes` whole episodes, played in separate
+    environments with raw rewards and frozen normalizers: the same episodes each time, with other seeds than training.
 
     Args:
         env_id: A Gymnasium id (`package:id` imports the package first), or an EnvPool task.
-        num_envs: Number of training environments on each rank.
+        num_envs: Number of training environments on each rank; with asynchronous actors, of each actor.
         rollout_length: Steps of each environment in a rollout.
         rollouts_per_epoch: Rollouts in an epoch: how often the Trainer validates and checkpoints by default.
         backend: `sync` steps the environments one after another in this process, `async` in one worker process each,

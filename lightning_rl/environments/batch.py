@@ -296,7 +296,7 @@ class EnvironmentBatch:
         In `SAME_STEP` mode the `info` of a final step is in `final_info`, beside the `info` of the reset.
 
         Raises:
-            ConfigurationError: A value is no number.
+            ConfigurationError: A value is not a number.
         """
         present = np.ones(self.num_envs, bool) if step.valid is None else step.valid
         sources = [(step.infos, present)]

@@ -91,7 +91,7 @@ def fit_leaf(path: str, space: spaces.Space[Any], x: Any) -> Any:  # noqa: ANN40
     than the space's stay as they are.
 
     Raises:
-        Unexpected: The leaf has another shape than its space, is no array of numbers, or a conversion would change it.
+        Unexpected: The leaf has another shape than its space, is not an array of numbers, or would be changed.
     """
     name = f"an observation {path}".rstrip()
     try:
@@ -99,7 +99,7 @@ def fit_leaf(path: str, space: spaces.Space[Any], x: Any) -> Any:  # noqa: ANN40
     except ValueError:  # rows of different lengths
         raise Unexpected(f"returned {name} of shape unknown: expected {space.shape}") from None
     except (TypeError, RuntimeError) as error:  # a tensor on a GPU, or one that requires a gradient
-        raise Unexpected(f"returned {name} that is no array ({summary(error)})") from None
+        raise Unexpected(f"returned {name} that is not an array ({summary(error)})") from None
     if given.shape != space.shape:
         raise Unexpected(f"returned {name} of shape {given.shape}: expected {space.shape}")
     dtype: Any = space.dtype

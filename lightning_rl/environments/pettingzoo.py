@@ -1,4 +1,4 @@
-"""Multi-agent environments with PettingZoo's parallel API, whose agents share the policy."""
+"""Multi-agent environments with PettingZoo's parallel API; all agents use one policy."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class EnvConfig:
             images; an episode begins with copies of its first observation. None does not stack.
         flatten_observations: Flatten each observation to one vector; discrete parts become one-hot.
         previous_action: Add the previous action to observations as `previous_action`; zeros at the start of an
-            episode. Discrete actions are one-hot. Observations that are no `Dict` become one, under `observation`.
+            episode. Discrete actions are one-hot. Other observations than a `Dict` become its entry `observation`.
         previous_reward: Add the previous reward to observations in the same way, as `previous_reward`; scaled and
             clipped as in training, also in evaluation.
         action_mask: Source of the masks of valid actions: `info.<key>`, `observation.<path>` or `method.<name>`
@@ -276,7 +276,7 @@ class EnvironmentSpec:
         """Return the preprocessing of an Atari game, None for other environments.
 
         Raises:
-            ConfigurationError: `env.atari` has options, but this is no Atari game; or options of `env` would stack
+            ConfigurationError: `env.atari` has options, but this is not an Atari game; or options of `env` would stack
                 frames, repeat actions or scale or clip rewards in addition to the preprocessing.
         """
         env, atari = self.env, self.env.atari

@@ -237,7 +237,7 @@ class CompiledLosses:
         return getattr(loss_of, "__func__", loss_of)
 
     def _signature(self, loss_of: Callable[[Any], Any], batch: Any, how: tuple[Any, ...]) -> tuple[Any, ...] | None:  # noqa: ANN401
-        """Return a key that equals for minibatches sharing one check of guards; None if each needs its own check."""
+        """Return a key that is equal for minibatches that share a check of the guards; None if each needs its own."""
         if type(batch) is not Batch or batch.sequences is not None:
             return None
         return self._key(loss_of), how, [*batch.fields], batch.counts_all_rows, batch.is_normalized
@@ -303,7 +303,7 @@ class CompiledLosses:
         return torch.zeros((), dtype=dtype, device=self._model.device)
 
     def _with_tensor_as_weight(self, batch: Batch) -> Batch:
-        """Return a batch whose weight is a tensor, so that it is no constant of the graph."""
+        """Return a batch whose weight is a tensor, so that it is not a constant of the graph."""
         weight, normalized = self._set_weight(batch), batch.is_normalized
         batch = batch.replace()
         batch.weight, batch.is_normalized = cast(Any, weight), normalized
@@ -311,7 +311,7 @@ class CompiledLosses:
 
     @contextmanager
     def _tensors_as_scheduled_options(self) -> Iterator[None]:
-        """Replace scheduled options by scalar tensors, so that they are no constants of the graph.
+        """Replace scheduled options by scalar tensors, so that they are not constants of the graph.
 
         Zero and infinity stay numbers, because losses skip terms with such coefficients.
         """

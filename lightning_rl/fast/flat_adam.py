@@ -209,7 +209,7 @@ class Vectors:
     def gather(self, optimizer: Optimizer) -> bool:
         """Copy the gradients into their vector.
 
-        Return False if a gradient is missing, or if parameters or state were replaced and are no views any more. The
+        Return False if a gradient is missing, or if parameters or state were replaced and are not views any more. The
         state stays correct in this case: each parameter keeps its view.
         """
         states = optimizer.state

@@ -138,7 +138,7 @@ class NestedNormalizer(nn.Module):
 def make_normalizer(
     space: spaces.Space[Any], options: Mapping[str, float]
 ) -> tuple[ObservationNormalizer | NestedNormalizer, spaces.Space[Any]]:
-    """Return a normalizer of every `Box` that is no image, and the space of normalized observations.
+    """Return a normalizer of every `Box` that is not an image, and the space of normalized observations.
 
     Raises:
         ConfigurationError: The space has no such `Box`, or an option is unknown or out of range.
@@ -169,7 +169,7 @@ ValueNormalization = Literal["running_std", "popart"]
 class ValueNormalizer(nn.Module):
     """The value head predicts returns divided by their running standard deviation, as DI-engine's `value_norm`.
 
-    Nothing is subtracted. When the standard deviation changes, so do the predicted values.
+    The mean is not subtracted. A change of the standard deviation also changes the predicted values.
     """
 
     def __init__(self, epsilon: float = 1e-8) -> None:

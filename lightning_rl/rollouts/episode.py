@@ -17,7 +17,7 @@ class Episode:
         length: Number of steps.
         terminated: Whether it ended in a terminal state rather than by truncation.
         observations: `[length + 1, ...]`, nested as the space, with the final observation; None unless recorded.
-        actions: `[length, ...]`, nested as the action space, as the environment got them; None unless recorded.
+        actions: `[length, ...]`, nested as the action space, as the environment received them; None unless recorded.
         rewards: `[length]`; None unless recorded.
     """
 

@@ -27,7 +27,7 @@ def compile_policy_alone(model: LightningModule, policy: nn.Module) -> None:
         setattr(model, name, torch.compiler.disable(getattr(model, name)))  # type: ignore[no-untyped-call]
     if getattr(policy, "memory", None) is not None:
         rank_zero_warn(
-            "torch.compile(model): the policy has memory and is not compiled, because the compiler would start again "
+            "torch.compile(model): the policy has memory and is not compiled, because the compiler would recompile "
             "for the episode lengths of each rollout; drop torch.compile"
         )
         return

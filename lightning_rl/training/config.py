@@ -84,8 +84,8 @@ class OptimizerConfig:
             `maximum` (1e-2). With two optimizers it changes the rate of the actor.
         num_value_epochs: Number of passes of the value loss. None: as many as of the policy loss. The first passes
             have both losses, the others only one; with a shared encoder each pass changes the encoder.
-        critic_warmup_steps: Train only the parameters of the critic in rollouts that start before this many
-            environment steps, for example after loading a policy.
+        critic_warmup_steps: Train only the critic's own parameters in rollouts that start before this environment
+            step, for example after a warm start with a trained policy.
     """
 
     name: str | type[Optimizer] | None = None
@@ -134,8 +134,8 @@ class ClippingConfig:
     Args:
         low: ε of the lower bound of the importance ratio. None uses `clip_range`. May be a schedule.
         high: ε of the upper bound of the importance ratio. None uses `clip_range`. May be a schedule.
-        log_prob: Clip the current log-probabilities, but not the recorded ones, to ± this in the importance ratio. None
-            does not clip.
+        log_prob: Clip the current policy's log-probabilities to ± this before the importance ratio is computed; the
+            log-probabilities in the rollout are not clipped. None does not clip.
         dual: Lower bound of the surrogate for negative advantages, as a factor of the advantage (Ye et al. 2020); above
             1. None does not bound.
         value: Clip the change of the value since the rollout to ± this. None does not clip. May be a schedule.
@@ -168,7 +168,7 @@ class NormalizationConfig:
             value loss is in these units. `popart`: also subtracts the running mean, and rescales the head when the
             moments change (van Hasselt et al. 2016). None: no normalization.
         update: `after` updates the running moments after learning from a rollout, so that collection and learning use
-            the same moments. `before` updates them first, so that importance ratios do not start at 1.
+            the same moments. `before` updates them first; importance ratios then do not start at 1.
     """
 
     observations: bool | dict[str, float] = False

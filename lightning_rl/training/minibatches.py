@@ -35,7 +35,7 @@ class VTraceEstimates(NamedTuple):
 
     Attributes:
         values: Values of the critic.
-        log_rhos: Logarithms of the importance weights.
+        log_rhos: Logarithms of the importance ratios.
         advantages: V-trace advantages.
         returns: V-trace value targets.
     """

@@ -84,7 +84,7 @@ def test_tensors_of_other_shapes_are_listed_and_unchanged(path, caplog):
     assert result.other_shape["policy.actor_encoder.layers.0.weight"] == ((16, 6), (16, 4))
     assert result.not_stored == []
     assert {name for name in result.not_here if "normalizer" in name} == set(result.not_here) != set()
-    (message,) = [m for m in caplog.messages if m.startswith("Beginning with parameters from ")]
+    (message,) = [m for m in caplog.messages if m.startswith("Starting with parameters from ")]
     for name in (*result.loaded, *result.other_shape, *result.not_here):
         assert name in message
 
@@ -136,4 +136,4 @@ def test_init_from_on_command_line_is_ignored_when_resuming(in_tmp_path, monkeyp
     resumed = ["--ckpt_path=last", "--resume_changes=allow"]
     cli = main(["fit", *SMALL, "--max_env_steps=64", f"--init_from={last}", *resumed])
     assert cli.model.env_steps == 64
-    assert "Beginning with parameters" not in capsys.readouterr().err
+    assert "Starting with parameters" not in capsys.readouterr().err

@@ -189,7 +189,7 @@ def test_observation_that_is_no_array_is_an_error():
     env = SeededEpisodes(Series(UNIT, [np.zeros(3), torch.zeros(3), torch.zeros(3, requires_grad=True)]))
     env.reset(seed=0)
     env.step(0)
-    with pytest.raises(EnvironmentFailure, match=r"step 2\) returned an observation that is no array \(RuntimeError: "):
+    with pytest.raises(EnvironmentFailure, match=r"step 2\) returned an observation that is not an array \(Runtime"):
         env.step(0)
 
 

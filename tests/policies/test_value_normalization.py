@@ -147,7 +147,7 @@ def test_value_normalization_without_value_loss_raises():
 
     torch.manual_seed(0)
     model = Silent(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, normalization={"values": "popart"})
-    with pytest.raises(RuntimeError, match=r"normalization.values needs a loss of values: call loss\.add_value"):
+    with pytest.raises(RuntimeError, match=r"normalization.values needs a value loss: call loss\.add_value"):
         make_trainer().fit(model, FixedRollouts([random_rollout(model.policy)], model))
 
 

@@ -184,7 +184,7 @@ def _fold(space: spaces.Space[Any], frames: Array) -> Array:
 
 
 class FlatObservations(VectorHistory):
-    """Makes one vector of each observation, nested or not; its history is empty."""
+    """Flattens each observation, nested or not, to one vector; its history is empty."""
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
         super().__init__(env, spaces.flatten_space(env.single_observation_space))

@@ -23,7 +23,7 @@ _NUM_NODES = 32
 class Bounds:
     """Bounds of the components of a `Box`, flattened to `[a]`, as tensors of any dtype on any device.
 
-    The tensors are no buffers, because a bfloat16 module would round them. `low` and `high` are arrays of float64.
+    The tensors are not buffers, because a bfloat16 module would round them. `low` and `high` are arrays of float64.
     """
 
     def __init__(self, space: spaces.Box) -> None:
