@@ -1,6 +1,6 @@
 """Checks whether a run can be resumed with its options, reports changed options, and applies them to stored states.
 
-The options of the resumed run win over those in the checkpoint.
+The options of the resumed run take precedence over the options in the checkpoint.
 """
 
 from __future__ import annotations

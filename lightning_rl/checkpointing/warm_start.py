@@ -15,13 +15,13 @@ from lightning_rl.validation import ConfigurationError, check
 
 
 class WarmStart(NamedTuple):
-    """Names of the tensors that were loaded, and of the others with the reason; `str` gives a report.
+    """Names of the tensors that were loaded, and of all others with the reason; `str` gives a report.
 
     Attributes:
         loaded: Tensors that were loaded.
-        other_shape: Kept, because the shapes differ: name → (shape here, shape in the checkpoint).
-        other_scale: Kept, because the reward normalizer uses another scale.
-        not_stored: Kept, because the checkpoint does not have them.
+        other_shape: Not loaded because the shapes differ: name → (shape in the module, shape in the checkpoint).
+        other_scale: Not loaded because `normalization.rewards` of the checkpoint selects another divisor.
+        not_stored: Not loaded because the checkpoint does not have them.
         not_here: Tensors that only the checkpoint has.
     """
 

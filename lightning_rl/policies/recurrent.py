@@ -27,9 +27,9 @@ class MemoryOptions:
         kind: `lstm` or `gru`.
         hidden_size: Units of each layer.
         num_layers: Number of stacked layers.
-        separate: Give actor and critic a core each. None does so if they have an encoder each.
-        sequence_length: Length of the training sequences, which begin with a state stored while acting. None for the
-            whole rollout.
+        separate: Use separate cores for actor and critic. None uses separate cores if the encoders are separate.
+        sequence_length: Steps of a training sequence, which starts from a recurrent state stored during collection.
+            None uses the whole rollout.
         burn_in: Steps before each sequence over which its first state is recomputed with the current parameters.
     """
 
