@@ -71,7 +71,8 @@ def load_plain(path: str | Path, field: str, expected: str, mapped: bool = False
     """
     named = f"{field}={str(path)!r}"
     if not Path(path).is_file():
-        raise ConfigurationError(f"{named} does not exist: expected {expected}")
+        problem = "is a folder" if Path(path).is_dir() else "does not exist"
+        raise ConfigurationError(f"{named} {problem}: expected {expected}")
     if not mapped:
         check_intact(path, field, expected)
     try:

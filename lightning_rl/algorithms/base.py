@@ -735,9 +735,11 @@ class OnPolicyAlgorithm(LightningModule):
         check_format(checkpoint)
         stored = checkpoint["hyper_parameters"]
         with loading(trust):
-            algorithm = import_class("_class_path", stored["_class_path"], cls) if "_class_path" in stored else cls
+            path = stored.get("_class_path")  # Lightning's command line adds it
+            algorithm = cls if path is None else import_class("_class_path", path, OnPolicyAlgorithm)
             options = constructor_options(algorithm, stored)
-            if options.keys() - defaults_of(algorithm).keys() - {"observation_space", "action_space"}:
+            has_unknown = bool(options.keys() - defaults_of(algorithm).keys() - {"observation_space", "action_space"})
+            if has_unknown or not issubclass(algorithm, cls):
                 saved = checkpoint[CHECKPOINT_KEY]["algorithm"]
                 raise ConfigurationError(
                     f"checkpoint_path={str(checkpoint_path)!r} is a checkpoint of {saved}, not of {cls.__name__}: "

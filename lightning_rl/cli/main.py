@@ -53,6 +53,8 @@ from lightning_rl.validation import ConfigurationError, check, check_positive_in
 
 DEFAULT_ENV_STEPS = 1_000_000
 """Environment steps of a run without another limit."""
+_FEW_PARAMETERS = 100_000
+"""Policies with at most this number of parameters compute fastest on one CPU thread."""
 _KEEP_NEWEST = (None, "step")
 """Values of `monitor` of callbacks that keep the newest checkpoints, not the best."""
 
@@ -127,15 +129,10 @@ class OnPolicyCLI(LightningCLI):
             where = " in a NEW run folder" if self._fits and self.run_dir is None else ""
             say(f"{'Resuming' if self._fits else 'Policy'} from {path}, at {steps} environment steps{where}")
 
-    def before_instantiate_classes(self) -> None:
-        """Set the number of threads."""
-        if (num_threads := self.config[self.subcommand].num_threads) is not None:
-            check_positive_int("num_threads", num_threads)
-            torch.set_num_threads(num_threads)
-
     def instantiate_classes(self) -> None:
         """Refuse settings that cannot be trained or do not fit the checkpoint, before anything is written."""
         super().instantiate_classes()
+        self._set_num_threads()
         if isinstance(handler := signal.getsignal(signal.SIGTERM), EarlyTermination):
             handler.watch(self.trainer)
         if self._fits:
@@ -151,6 +148,13 @@ class OnPolicyCLI(LightningCLI):
             self.checkpoint = None  # closes the file, which a new checkpoint may replace
         elif self._fits and (path := self._option("init_from")) is not None:
             self.model.init_from(path, as_list(self._option("init_parts")) or None)
+
+    def _set_num_threads(self) -> None:
+        num_threads = self._option("num_threads")
+        if num_threads is None and sum(x.numel() for x in self.model.policy.parameters()) <= _FEW_PARAMETERS:
+            num_threads = 1
+        if num_threads is not None:
+            torch.set_num_threads(check_positive_int("num_threads", num_threads))
 
     def _check_changes(self) -> None:
         """Refuse to resume with other settings than at the last start of the run, unless the user confirms them."""

@@ -59,7 +59,8 @@ def run_options(
         max_env_steps: Stop with the first rollout that reaches this number of environment steps of all ranks. Without
             a limit here or of the Trainer (max_epochs, max_steps, max_time) this is 1000000; trainer.max_epochs=-1
             trains until it is stopped.
-        num_threads: Number of CPU threads of PyTorch; 1 is fastest for small networks.
+        num_threads: Number of CPU threads of PyTorch. null: 1, the fastest, for policies of at most 100,000
+            parameters, and PyTorch's default for others.
         ckpt_path: Checkpoint to resume or to evaluate: a file, 'last' for the newest one of this algorithm and
             environment, or 'best'.
         init_from: Checkpoint of any algorithm and environment whose parameters initialize a new run, as far as they
@@ -161,9 +162,14 @@ class CommandParser(LightningArgumentParser):
         if "subcommand" in types and "model" not in dict(given):
             lines.append("To start: lightning-rl fit --config ppo/cartpole, or --model PPO --data.env_id CartPole-v1")
         helps = [f"{program} {'--help_all' if 'trainer' in dict(parser.sources) else '--help'}"]
-        helps += [f"--{option}.help {cls.__name__}" for option, cls in dict(classes).items()]
+        helps += [f"--{option}.help {_name_of(cls)}" for option, cls in dict(classes).items()]
         sys.stderr.write("\n".join([*lines, f"All options: {', '.join(helps)}"]) + "\n")
         sys.exit(2)
+
+
+def _name_of(cls: type[Any]) -> str:
+    """Return the name of a class as options take it: classes of the user with their module."""
+    return cls.__name__ if cls.__module__.startswith("lightning_rl.") else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def settings(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:

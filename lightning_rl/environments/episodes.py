@@ -33,6 +33,7 @@ from lightning_rl.environments.contract import (
 from lightning_rl.environments.seeding import derive_seed, describe
 from lightning_rl.environments.wrappers.action_mask import ReadMasks
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked, nested_paths
+from lightning_rl.validation import check
 
 _INTERFACE = {
     "reset": "reset(*, seed=None, options=None) that returns two values, (observation, info)",
@@ -159,6 +160,9 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.index = index
         self.evaluation = evaluation
         self.stream_seed = self.episode = self.step_count = 0
+        for name in ("observation_space", "action_space"):
+            found = getattr(env, name, None)
+            check(isinstance(found, spaces.Space), name, found, "a space of Gymnasium, an attribute of the environment")
         space = env.observation_space
         self._paths = nested_paths(space)
         self._leaf_spaces = map_space(lambda leaf: leaf, space)

@@ -87,16 +87,20 @@ class Loss:
             self._record(name, mean)
             self._sum(mean, weight)
 
-    def add_entropy(self, entropies: Mapping[str, Tensor], coef: Tensor | float, batch: Batch | None = None) -> None:
+    def add_entropy(
+        self, entropies: Mapping[str, Tensor] | Tensor, coef: Tensor | float, batch: Batch | None = None
+    ) -> None:
         """Subtract the mean entropy times `coef`, and record the entropy and its parts.
 
         Args:
-            entropies: Result of `distribution.entropies()`: entropies `[N]` by part of the action.
+            entropies: Result of `distribution.entropies()`: entropies `[N]` by part of the action, each of which is
+                logged; or of `distribution.entropy()`, `[N]`.
             coef: Entropy coefficient. 0 leaves the entropy out of the sum.
             batch: Batch of the rows. None: the minibatch.
         """
         if self.part != "critic":
-            means = {path: self._rows(batch).mean(x) for path, x in entropies.items()}
+            parts = {"": entropies} if isinstance(entropies, Tensor) else entropies
+            means = {path: self._rows(batch).mean(x) for path, x in parts.items()}
             total = functools.reduce(operator.add, means.values())
             self._record("entropy", total)
             for path, mean in means.items():
