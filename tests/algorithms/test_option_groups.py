@@ -278,6 +278,11 @@ def test_a_checkpoint_of_another_algorithm_is_named_when_loading(tmp_path):
     message = r"^checkpoint_path='.*model.ckpt' is a checkpoint of PPO, not of A2C: use PPO.load_from_checkpoint$"
     with pytest.raises(ConfigurationError, match=message):
         A2C.load_from_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["hyper_parameters"]["_class_path"] = "lightning_rl.PPO"  # as Lightning's command line saves it
+    torch.save(checkpoint, path)
+    with pytest.raises(ConfigurationError, match=message):
+        A2C.load_from_checkpoint(path)
 
 
 def test_initials_and_other_names_of_an_option_are_understood():

@@ -47,6 +47,10 @@ SMALL += ["--data.evaluation.episodes=1", "--model=PPO", "--model.num_minibatche
 SMALL += ["--model.policy.hidden_sizes=[8]", "--trainer.enable_model_summary=false"]
 
 
+class Own(PPO):
+    """An algorithm outside of the package."""
+
+
 @pytest.fixture(autouse=True)
 def as_typed(in_tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lightning-rl"])
@@ -316,6 +320,15 @@ def test_number_of_threads_is_set_before_training():
     assert cli.config["fit"]["num_threads"] == 2
 
 
+def test_small_policies_use_one_thread_by_default():
+    torch.set_num_threads(2)
+    main(["fit", *SMALL, "--trainer.fast_dev_run=true"])
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+    main(["fit", *SMALL, "--trainer.fast_dev_run=true", "--model.policy.hidden_sizes=[300,300]"])
+    assert torch.get_num_threads() == 2
+
+
 def test_optimizer_and_scheduler_come_from_the_configuration_and_survive_loading():
     Path("optimizer.yaml").write_text(
         """
@@ -557,6 +570,10 @@ def test_a_missing_info_key_is_one_warning():
             ["--ckpt_path=nowhere.ckpt"],
             "ckpt_path='nowhere.ckpt' does not exist: expected a checkpoint of lightning_rl",
         ),
+        (
+            ["--ckpt_path=."],
+            "ckpt_path='.' is a folder: expected a checkpoint of lightning_rl",
+        ),
         (["--trainer.gradient_clip_val=1"], "trainer.gradient_clip_val=1 is .* expected null; set .*max_grad_norm"),
         (["--trainer.accelerator=tpuu"], "trainer: You selected an invalid accelerator name: `accelerator='tpuu'`"),
         (
@@ -662,12 +679,13 @@ def test_arguments_that_make_no_sense_are_one_message_and_status_2(capsys, argum
     ("arguments", "which"),
     [
         (["--model.gama=0.9"], "lightning-rl fit --help_all, --model.help PPO"),
+        (["--model=tests.cli.test_main.Own", "--model.gama=1"], "--help_all, --model.help tests.cli.test_main.Own"),
         (
             ["--trainer.callbacks+=EnvStepLimit", "--trainer.callbacks.steps=4"],
             "--trainer.callbacks.help EnvStepLimit",
         ),
     ],
-    ids=["algorithm", "callback"],
+    ids=["algorithm", "custom algorithm", "callback"],
 )
 def test_an_error_says_where_the_options_are_listed(capsys, arguments, which):
     with pytest.raises(SystemExit):

@@ -10,6 +10,7 @@ from gymnasium import spaces
 
 from lightning_rl.environments import EnvironmentFailure, make_environments
 from lightning_rl.environments.episodes import SeededEpisodes, Unexpected, fit_leaf, to_flag
+from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data
 
 UNIT = spaces.Box(-1, 1, (3,), np.float32)
@@ -111,6 +112,12 @@ def test_reset_of_the_old_interface_is_an_error(env_id, kwargs, why):
     expected = rf"expected of lightning_rl_tests/{env_id}-v0 a reset\(\*, seed=None, options=None\) that returns two"
     with pytest.raises(EnvironmentFailure, match=OLD.format(0, why, expected)):
         play(env_id, env={"kwargs": kwargs})
+
+
+def test_space_of_another_type_is_an_error():
+    message = r"^observation_space=\[3\] is not valid: expected a space of Gymnasium"
+    with pytest.raises(ConfigurationError, match=message):
+        play(env={"kwargs": {"space": [3]}})
 
 
 def test_unpacking_error_inside_a_wrapper_is_not_an_interface_error():
