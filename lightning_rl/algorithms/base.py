@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, Any, ClassVar, Self, cast
+from typing import IO, Any, ClassVar, Self
 
 import torch
 from gymnasium import spaces
@@ -755,7 +755,7 @@ class OnPolicyAlgorithm(LightningModule):
         module.on_load_checkpoint(checkpoint)
         state = checkpoint["state_dict"]
         module.load_state_dict(state, strict=module.strict_loading if strict is None else strict)
-        return cast(Self, module.to(next((x.device for x in state.values()), torch.device("cpu"))))
+        return module.to(next((x.device for x in state.values()), torch.device("cpu")))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the clock and the state of each rank."""
