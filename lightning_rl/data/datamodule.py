@@ -89,7 +89,7 @@ class RolloutDataModule(LightningDataModule):
 
     Args:
         env_id: A Gymnasium id (`package:id` imports the package first), or an EnvPool task.
-        num_envs: Number of training environments on each rank; with asynchronous actors, of each actor.
+        num_envs: Number of training environments on each rank.
         rollout_length: Steps of each environment in a rollout.
         rollouts_per_epoch: Rollouts in an epoch: how often the Trainer validates and checkpoints by default.
         backend: `sync` steps the environments one after another in this process, `async` in one worker process each,
