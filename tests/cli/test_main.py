@@ -159,7 +159,7 @@ def test_all_options_of_data_and_run_are_listed_with_their_texts(capsys):
     text = " ".join(printed(capsys, "fit", "--help_all").split())
     assert "--data.num_envs NUM_ENVS Number of training environments on each rank. (type: int, default: 8)" in text
     assert "--max_env_steps MAX_ENV_STEPS Stop with the first rollout that reaches this number" in text
-    assert "1 is fastest for small networks. (type: int | null, default: null)" in text
+    assert "and PyTorch's default for others. (type: int | null, default: null)" in text
     assert "'last' for the newest one of this algorithm and environment" in text
     assert "--optimizer" not in text  # Lightning's own, which would replace that of the algorithm
 
