@@ -387,7 +387,7 @@ def test_environments_with_other_spaces_than_the_model_are_refused(env_id, data_
 def test_the_base_of_the_algorithms_is_none():
     data = make_data()
     base = OnPolicyAlgorithm(data.observation_space, data.action_space)
-    with pytest.raises(ConfigurationError, match="model='OnPolicyAlgorithm' is not valid: expected an algorithm"):
+    with pytest.raises(ConfigurationError, match="model='OnPolicyAlgorithm' is not valid: expected a subclass that"):
         base.check_run(make_trainer(), None)
 
 

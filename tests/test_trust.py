@@ -131,7 +131,9 @@ def write_checkpoint(saved, hyper_parameters: dict[str, Any] | None = None, path
     """A checkpoint with other hyper-parameters, given by their full names."""
     content = saved[0]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    torch.save(merged(content, {"hyper_parameters": nested(hyper_parameters or {})}), path)
+    given = hyper_parameters or {}
+    own = {"options": {name: value for name, value in given.items() if not name.startswith("_")}}
+    torch.save(merged(content, {"hyper_parameters": nested(given), "lightning_rl": own}), path)
     return Path(path)
 
 

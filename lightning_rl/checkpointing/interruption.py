@@ -253,8 +253,8 @@ def _save_beside_others(trainer: Trainer) -> None:
         rank_zero_warn("Stopped by a signal, and nothing was saved: the Trainer saves no checkpoints")
         return
     path = os.path.join(folders[0], "interrupted.ckpt")
-    trainer.save_checkpoint(path)
-    rank_zero_info(f"Stopped by a signal; the run is saved in {path}")
+    trainer.save_checkpoint(path, weights_only=False)
+    rank_zero_info(f"Stopped by a signal; the run is saved in {path}. Continue with ckpt_path={path!r}")
 
 
 def _exit_status(signum: int, is_first_rank: bool) -> SystemExit:

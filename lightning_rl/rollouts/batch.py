@@ -194,7 +194,7 @@ def check_minibatches(num_rows: int, num_minibatches: int, num_sequences: int | 
     if num_sequences is not None and num_sequences % num_minibatches:
         raise ConfigurationError(
             f"num_minibatches={num_minibatches} does not divide the {num_sequences} sequences of a rollout "
-            "(num_envs * rollout_length / memory.sequence_length): expected a divisor of it"
+            "(num_envs * rollout_length / policy.memory.sequence_length): expected a divisor of it"
         )
     if num_rows % num_minibatches:
         raise ConfigurationError(

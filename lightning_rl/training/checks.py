@@ -250,6 +250,7 @@ def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] |
         expected = "None on XLA, which would compile for every way in which episodes can end in a rollout"
         check(not on_xla, "policy.memory", model.options["policy.memory"], expected)
         if rollout_shape is not None:
-            memory.num_sequences(rollout_shape)
+            with options_named({"memory": "policy.memory"}):
+                memory.num_sequences(rollout_shape)
     shown = not model.options["debug.histograms"] or bool(histogram_loggers(trainer.loggers))
     check(shown, "debug.histograms", True, "false, or a TensorBoardLogger to show them")

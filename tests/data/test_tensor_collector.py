@@ -245,7 +245,7 @@ def test_reward_options_apply_only_in_training():
     trainer.fit(model, data)
     assert trainer.callback_metrics["val/episode_return"] > -7 * 4 > trainer.callback_metrics["rollout/episode_return"]
     with pytest.raises(
-        ConfigurationError, match=r"^env.frame_stack=2 is not valid: expected its default for environments"
+        ConfigurationError, match=r"^env.frame_stack=2 is not valid: expected its default with backend='torch'"
     ):
         make_trainer().fit(make_model(data), make_data(ID, backend="torch", env={"frame_stack": 2}))
 

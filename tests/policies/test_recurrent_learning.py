@@ -131,7 +131,7 @@ def test_memory_options_change_the_result():
 @pytest.mark.parametrize(
     ("memory", "num_minibatches", "message"),
     [
-        (SEQUENCES | {"sequence_length": 5}, 2, "memory.sequence_length=5 is not valid: expected a divisor"),
+        (SEQUENCES | {"sequence_length": 5}, 2, "^policy.memory.sequence_length=5 is not valid: expected a divisor"),
         (SEQUENCES, 3, "num_minibatches=3 does not divide the 4 sequences"),
         ("lstm", 4, "num_minibatches=4 does not divide the 2 sequences"),
     ],
