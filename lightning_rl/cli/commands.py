@@ -18,7 +18,7 @@ def run_command(arguments: list[str]) -> bool:
     if not arguments or arguments[0] not in COMMANDS or arguments[0] in TRAINER_COMMANDS:
         return False
     filter_command_line_warnings()
-    CommandParser.given = arguments
+    CommandParser.begin(arguments)
     try:
         options = make_parser(arguments[0]).parse_args(arguments[1:])
         globals()[arguments[0]](**options)

@@ -312,8 +312,8 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
             for a setting or an environment that fails.
     """
     filter_command_line_warnings()
-    CommandParser.given = arguments = sys.argv[1:] if args is None else args
-    CommandParser.folder = Path.cwd()
+    arguments = sys.argv[1:] if args is None else args
+    CommandParser.begin(arguments)
     others = " ".join(f"{name}: {COMMANDS[name]}" for name in COMMANDS if name not in TRAINER_COMMANDS)
     about = "On-policy reinforcement learning for PyTorch Lightning. Further commands, which have a --help too: "
     commands = {

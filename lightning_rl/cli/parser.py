@@ -112,6 +112,11 @@ class CommandParser(LightningArgumentParser):
     given: Sequence[str] = ()
     folder = Path()
 
+    @classmethod
+    def begin(cls, arguments: Sequence[str]) -> None:
+        """Store arguments and current folder of the program, for error messages."""
+        cls.given, cls.folder = arguments, Path.cwd()
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
         # Abbreviated options are refused, as in a configuration.
         super().__init__(*args, **{"prog": "lightning-rl", "allow_abbrev": False, **kwargs})

@@ -259,6 +259,7 @@ def test_command_errors_are_one_line(capsys, monkeypatch, in_tmp_path):
         "lightning-rl: error: episods=3 is no option; did you mean episodes?",
         "All options: lightning-rl export --help",
     ]
+    assert Path.cwd() == in_tmp_path
     for command in (["push", "me/cart"], ["export", "--ckpt_path=last"]):  # `last` is the default
         with pytest.raises(SystemExit):
             run_command([*command, "--config=ppo/cartpole"])
