@@ -19,18 +19,23 @@ Group = Any
 """An instance of a frozen dataclass."""
 
 
+def parameters_of(cls: type) -> Iterator[inspect.Parameter]:
+    """Yield the parameters of the constructors of a class and its bases, the bases first."""
+    for base in reversed(cls.__mro__):
+        if "__init__" in vars(base):
+            yield from inspect.signature(base).parameters.values()
+
+
 def defaults_of(cls: type) -> dict[str, Any]:
     """Return the default of every parameter of a class's constructor and of its bases' constructors.
 
     The most derived class decides. A dict as the default of a group changes single fields of the base class's default.
     """
     defaults: dict[str, Any] = {}
-    for base in reversed(cls.__mro__):
-        parameters = inspect.signature(base).parameters.values() if "__init__" in vars(base) else ()
-        for name, value in ((x.name, x.default) for x in parameters if x.default is not x.empty):
-            before = defaults.get(name)
-            is_change = is_dataclass(before) and isinstance(value, Mapping)
-            defaults[name] = changed(name, before, value) if is_change else value
+    for name, value in ((x.name, x.default) for x in parameters_of(cls) if x.default is not x.empty):
+        before = defaults.get(name)
+        is_change = is_dataclass(before) and isinstance(value, Mapping)
+        defaults[name] = changed(name, before, value) if is_change else value
     return defaults
 
 

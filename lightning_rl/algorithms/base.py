@@ -41,6 +41,7 @@ from lightning_rl.options import (
     flat,
     nested,
     options_named,
+    parameters_of,
     refuse_unknown_options,
 )
 from lightning_rl.policies.acting import act
@@ -187,7 +188,6 @@ class OnPolicyAlgorithm(LightningModule):
         self.observation_space = space_from_dict(options["observation_space"])
         self.action_space = space_from_dict(options["action_space"])
         self.gamma = gamma
-        self.fast_paths = options["debug.fast_paths"]
         self.max_skipped_updates = options["debug.max_skipped_updates"]
         self.clock, self.metrics, self.schedules = RunClock(), RolloutMetrics(), ScheduledOptions()
         self.generator = torch.Generator()
@@ -201,7 +201,7 @@ class OnPolicyAlgorithm(LightningModule):
         with options_named(POLICY_OPTIONS):
             self.policy = self.make_policy()
         # Acting may happen in another process, which has the policy alone.
-        self.policy.fast_paths = self.fast_paths
+        self.policy.fast_paths = options["debug.fast_paths"]
         self._check_policy()
         self.reward_normalizer = make_reward_normalizer(
             options["normalization.rewards"], gamma, options["normalization.reward_clip"]
@@ -611,8 +611,8 @@ class OnPolicyAlgorithm(LightningModule):
         check(has_update, "model", type(self).__name__, "a subclass that defines update(rollout)")
         check_trainer(self, trainer, rollout_shape)
         problem = fast.compiler_problem(trainer.strategy.root_device) or None
-        possible = self.fast_paths != "compiled" or problem is None
-        check(possible, "debug.fast_paths", self.fast_paths, f"auto, since {problem}")
+        fast_paths = self.options["debug.fast_paths"]
+        check(fast_paths != "compiled" or problem is None, "debug.fast_paths", fast_paths, f"auto, since {problem}")
         self.schedules.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")
 
     def check_actors(self, num_actors: int) -> None:
@@ -738,7 +738,7 @@ class OnPolicyAlgorithm(LightningModule):
             path = stored.get("_class_path")  # Lightning's command line adds it
             algorithm = cls if path is None else import_class("_class_path", path, OnPolicyAlgorithm)
             options = constructor_options(algorithm, stored)
-            has_unknown = bool(options.keys() - defaults_of(algorithm).keys() - {"observation_space", "action_space"})
+            has_unknown = bool(options.keys() - {parameter.name for parameter in parameters_of(algorithm)})
             if has_unknown or not issubclass(algorithm, cls):
                 saved = checkpoint[CHECKPOINT_KEY]["algorithm"]
                 raise ConfigurationError(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.ppo import PPO
+from lightning_rl.checkpointing.format import CHECKPOINT_KEY
 from lightning_rl.distributed import mean_of_all_ranks
 from lightning_rl.nested import Nested
 from lightning_rl.policies.distributions import Distribution
@@ -114,7 +115,7 @@ class PPOKLPenalty(PPO):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the state; β starts with `initial_kl_coef` if the stored run had no adaptive penalty."""
         super().on_load_checkpoint(checkpoint)
-        if checkpoint["hyper_parameters"].get("initial_kl_coef") == 0:
+        if checkpoint[CHECKPOINT_KEY]["options"].get("initial_kl_coef") == 0:
             checkpoint["state_dict"]["kl_coef"] = self.kl_coef.clone()
 
     @torch.no_grad()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_rl.checkpointing.format import CHECKPOINT_KEY
 from lightning_rl.training.normalizers import reward_scale
-from lightning_rl.training.parameter_groups import PARTS, Part, part_of
+from lightning_rl.training.parameter_groups import PARTS, part_of
 from lightning_rl.validation import ConfigurationError, check
 
 
@@ -45,7 +44,10 @@ class WarmStart(NamedTuple):
 
 
 def warm_start(
-    module: LightningModule, checkpoint: Mapping[str, Any], parts: Sequence[Part] | None, source: str
+    module: Any,  # noqa: ANN401 - an algorithm
+    checkpoint: Mapping[str, Any],
+    parts: Sequence[Part] | None,
+    source: str,
 ) -> WarmStart:
     """Copy the parameters that fit from a checkpoint into `module`.
 
@@ -64,9 +66,8 @@ def warm_start(
     own: dict[str, Tensor] = {name: x for name, x in module.state_dict().items() if part_of(name) in wanted}
     stored: dict[str, Tensor] = {name: x for name, x in checkpoint["state_dict"].items() if part_of(name) in wanted}
     both = [name for name in own if name in stored]
-    here, there = (
-        reward_scale(x["normalization"]["rewards"]) for x in (module.hparams, checkpoint["hyper_parameters"])
-    )
+    in_effect = module.options, checkpoint[CHECKPOINT_KEY]["options"]
+    here, there = (reward_scale(options["normalization.rewards"]) for options in in_effect)
     other_scale = [name for name in both if name.startswith("reward_normalizer.") and here != there]
     result = WarmStart(
         loaded=[name for name in both if own[name].shape == stored[name].shape and name not in other_scale],

@@ -84,6 +84,7 @@ class TensorEnvironments:
             rewards, terminated, truncated = rewards.clone(), terminated.clone(), truncated.clone()
             with self._named("reset"):
                 observations, _ = self.env.reset(options={"reset_mask": ended})
+            bad = torch.where(ended & ~cut, ~torch.isfinite(rewards), bad)  # terminal states are not learned from
             for leaf in leaves(observations):
                 bad = bad | _rows_not_finite(leaf)
         self.observations = observations

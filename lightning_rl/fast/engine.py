@@ -169,7 +169,7 @@ def engine_for(model: LightningModule) -> FastEngine | None:
     engine: FastEngine | None = None
     if (reason := why_not(model)) is not None:
         line = f"{name} updates by plain PyTorch and Lightning: {reason}"
-    elif cast(Any, model).fast_paths == "compiled":
+    elif cast(Any, model).options["debug.fast_paths"] == "compiled":
         if (reason := why_not_compiled(model)) is None:
             engine, line = CompiledEngine(_compiled_losses(model)), f"{name} updates by the compiled engine"
         else:
@@ -195,14 +195,15 @@ def _compiled_losses(model: LightningModule) -> CompiledLosses:
 
 def why_not(model: Any) -> str | None:  # noqa: ANN401
     """Return the reason why a model needs Lightning's own backward pass and step, or None."""
-    if model.fast_paths == "none":
+    fast_paths = model.options["debug.fast_paths"]
+    if fast_paths == "none":
         return "debug.fast_paths is none"
     # Lightning stores a compiled training step in the instance.
     if torch.compiler.is_compiling() or "training_step" in vars(model):
         return "the training step is compiled or replaced"
     if torch.is_anomaly_enabled():
         return "anomaly detection is on"
-    trainer, is_compiled = model.trainer, model.fast_paths == "compiled"
+    trainer, is_compiled = model.trainer, fast_paths == "compiled"
     if trainer.world_size > 1 and not is_compiled:
         return "several ranks exchange gradients in the backward pass"
     strategy = trainer.strategy

@@ -23,6 +23,7 @@ from lightning_rl.fast.numpy_mlp import (
     overridden,
     tanh_parameters,
 )
+from lightning_rl.fast.programs import TOTAL_ABS_LOSS
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions.continuous import LOG_2PI
 from lightning_rl.policies.networks.mlp import MLPEncoder
@@ -31,7 +32,6 @@ from lightning_rl.rollouts.batch import Batch
 _OBSERVED = ("approx_kl", "approx_kl_k1", "clip_fraction")
 # Errors name the first non-finite term, so the sum comes after its parts.
 _TERMS = ("policy_loss", "entropy", "value_loss", "loss", *_OBSERVED)
-_ABSOLUTE = "total_abs_loss"
 # Options of PPO that the closed form does not support, by attribute.
 _OPTIONS = {
     "log_prob_clip": "clipping.log_prob",
@@ -161,7 +161,7 @@ class PPOLoss:
             terms = [policy_loss, entropy, value_loss, sum(summands), *observed, sum(map(abs, summands))]
         values_of_terms = torch.from_numpy(np.array(terms, of_values.dtype))
         limits = {} if model.target_kl is None else {"approx_kl": 1.5 * model.target_kl}
-        names = (*_TERMS, _ABSOLUTE)
+        names = (*_TERMS, TOTAL_ABS_LOSS)
         return KnownLoss(names, values_of_terms, torch.from_numpy(log_ratios), limits, self.parameters, gradients)
 
     def _policy_part(self, log_ratios: Array, advantages: Array, weight: float) -> tuple[Any, Array, tuple[Any, ...]]:

@@ -13,7 +13,7 @@ from lightning_rl.fast.capture import Graph, fresh
 from lightning_rl.fast.flat_adam import Vectors
 
 _NORMS = ("grad_norm", "critic_grad_norm")
-_ABSOLUTE = "total_abs_loss"
+TOTAL_ABS_LOSS = "total_abs_loss"
 
 
 class Gradient:
@@ -178,7 +178,7 @@ class StepProgram:
         lengths = [vectors.values.numel() for vectors in groups]
         constants = [constants_of(vectors.group) for vectors in groups]
         before = graph.outline(graph.inputs, graph.outputs)
-        self._names = (*before.names, *_NORMS[: len(sizes)], _ABSOLUTE)
+        self._names = (*before.names, *_NORMS[: len(sizes)], TOTAL_ABS_LOSS)
         self._observed, self._has_value = before.observed, before.has_value
         keeps_all, has_ratios = graph.has_side_effects, before.log_ratios is not None
 

@@ -273,6 +273,19 @@ def test_auxiliary_phases_have_as_many_minibatches_as_policy_phases_with_minibat
     assert all(torch.equal(parameter, ends[1][name]) for name, parameter in ends[0].items())
 
 
+class WithRequiredOption(PPO):
+    """An algorithm with an option that has no default."""
+
+    def __init__(self, *args: Any, goal: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.goal = goal
+
+
+def test_algorithm_with_a_required_option_is_loaded(tmp_path):
+    path = saved(WithRequiredOption(VECTOR, DISCRETE, goal=3, **SMALL), tmp_path)
+    assert WithRequiredOption.load_from_checkpoint(path).goal == 3
+
+
 def test_a_checkpoint_of_another_algorithm_is_named_when_loading(tmp_path):
     path = saved(PPO(VECTOR, DISCRETE, **SMALL), tmp_path)
     message = r"^checkpoint_path='.*model.ckpt' is a checkpoint of PPO, not of A2C: use PPO.load_from_checkpoint$"

@@ -187,6 +187,22 @@ def test_final_observations_must_be_finite(monkeypatch, mode):
             tensors.collect(policy)
 
 
+def test_terminal_observations_may_be_nan_if_environments_reset_on_request():
+    env = Reach(3, mode=AutoresetMode.DISABLED.value)
+    tensors, step = TensorEnvironments(env, 0), env.step
+    tensors.reset()
+
+    def terminate(actions: Tensor) -> tuple:
+        observations, rewards, _, truncated, infos = step(actions)
+        ended = torch.tensor([False, True, False])
+        return torch.where(ended.unsqueeze(1), torch.nan, observations), rewards, ended, truncated & ~ended, infos
+
+    env.step = terminate
+    tensors.step(torch.zeros(3, 1))
+    tensors.check_finite()
+    assert torch.isfinite(tensors.observations).all()
+
+
 def test_scalar_observations_must_be_finite():
     env = Reach(3)
     tensors, step = TensorEnvironments(env, 0), env.step
