@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY
 from lightning_rl.training.normalizers import reward_scale
-from lightning_rl.training.parameter_groups import PARTS, part_of
+from lightning_rl.training.parameter_groups import PARTS, Part, part_of
 from lightning_rl.validation import ConfigurationError, check
 
 
