@@ -54,16 +54,13 @@ class A2C(OnPolicyAlgorithm):
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
 
     def default_optimizer(self) -> ClassSpec:
-        """Return RMSprop with the decay of the paper."""
         return {"class_path": "torch.optim.RMSprop", "init_args": {"alpha": 0.99, "eps": 1e-5}}
 
     def update(self, rollout: Rollout) -> None:
-        """Take one gradient step on all steps of a rollout."""
         for batch in self.minibatches(self.batch(rollout)):
             self.descend(self.loss, batch)
 
     def loss(self, batch: Batch) -> Loss:
-        """Return the loss over the steps of a rollout."""
         distribution, values = self.actor_critic(batch)
         log_probs = distribution.log_prob(batch.actions)
         loss = self.new_loss(batch)

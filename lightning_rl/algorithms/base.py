@@ -595,7 +595,6 @@ class OnPolicyAlgorithm(LightningModule):
         return [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in present)]
 
     def setup(self, stage: str) -> None:
-        """Check the strategy and the spaces of the data."""
         self._roll_back()  # an update that an exception interrupted
         self.updating = False
         check_strategy(self.trainer.strategy)
@@ -621,7 +620,6 @@ class OnPolicyAlgorithm(LightningModule):
         check(not num_actors or self.learns_off_policy, "actors.count", num_actors, expected)
 
     def on_fit_start(self) -> None:
-        """Check the run."""
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if not self._restored_ranks and self.trainer.fit_loop.total_batch_idx < 0:  # a new run
             self.clock.env_steps_before_epochs = self.env_steps
@@ -629,7 +627,6 @@ class OnPolicyAlgorithm(LightningModule):
         self.check_actors(getattr(data, "num_actors", 0))
 
     def on_train_start(self) -> None:
-        """Restore the state of this rank, and determine the planned end of the run."""
         self._restore_this_rank()
         for optimizer in self.steps.all_optimizers:
             for group in optimizer.param_groups:  # a checkpoint may come from another device
@@ -641,14 +638,12 @@ class OnPolicyAlgorithm(LightningModule):
         self.schedules.check_end(self, is_known, "a run whose length is known: set max_env_steps")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401 - whatever a loader yields
-        """Raise a `ConfigurationError` if the batch is not a rollout."""
         if not isinstance(batch, Rollout):
             raise ConfigurationError(
                 f"the train loader yields {type(batch).__name__}: expected rollouts, as RolloutDataModule makes them"
             )
 
     def on_train_epoch_end(self) -> None:
-        """Show callbacks the values that are not logged yet."""
         self.metrics.show_unlogged(self.trainer)
 
     def on_train_end(self) -> None:
@@ -662,11 +657,9 @@ class OnPolicyAlgorithm(LightningModule):
             self.metrics.logged(self, bool(kwargs.get("on_epoch")))
 
     def validation_step(self, episodes: list[Episode], batch_idx: int) -> None:
-        """Add evaluation episodes to the metrics."""
         self.metrics.eval_episodes.update([e.episode_return for e in episodes], [e.length for e in episodes])
 
     def test_step(self, episodes: list[Episode], batch_idx: int) -> None:
-        """Add evaluation episodes to the metrics."""
         self.validation_step(episodes, batch_idx)
 
     def predict_step(self, episodes: list[Episode], batch_idx: int) -> list[Episode]:
@@ -674,13 +667,11 @@ class OnPolicyAlgorithm(LightningModule):
         return episodes
 
     def on_validation_epoch_end(self) -> None:
-        """Log returns and lengths of the episodes."""
         self.metrics.log_evaluation(self, "val")
         if self.trainer.state.fn == "fit":
             self.metrics.show_unlogged(self.trainer)
 
     def on_test_epoch_end(self) -> None:
-        """Log returns and lengths of the episodes."""
         self.metrics.log_evaluation(self, "test")
 
     # ------------------------------------------------------------------ checkpoints
@@ -758,7 +749,6 @@ class OnPolicyAlgorithm(LightningModule):
         return module.to(next((x.device for x in state.values()), torch.device("cpu")))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the clock and the state of each rank."""
         state = checkpoint[CHECKPOINT_KEY] = run_state(self)
         if self._restored_ranks:  # not taken over yet: training has not started
             state |= {"ranks": self._restored_ranks, "planned_env_steps": self._restored_plan}

@@ -65,21 +65,17 @@ class BehaviourCloning(OnPolicyAlgorithm):
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
 
     def update(self, rollout: Rollout) -> None:
-        """Take gradient steps on the minibatches of several passes over recorded steps."""
         for minibatch in self.minibatches(self.batch(rollout), self.num_epochs, self.num_minibatches):
             self.descend(self.loss, minibatch)
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
-        """Return the steps as one batch, without advantages."""
         self.normalizers.begin(rollout)
         return rollout.flatten(**per_step)
 
     def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
-        """Return the critic's own parameters."""
         return super().frozen_parameters("actor")
 
     def loss(self, batch: Batch) -> Loss:
-        """Return the loss over a minibatch."""
         distribution, _ = self.actor_critic(batch)
         loss = self.new_loss(batch)
         loss.add("cloning_loss", -distribution.log_prob(batch.actions))

@@ -71,7 +71,6 @@ class CLEAR(IMPALA):
             self.not_in_checkpoints.add("unrolls")
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        """Check also that the memory has room for an unroll."""
         super().check_run(trainer, rollout_shape)
         if rollout_shape is not None:
             needed = self.most_bytes_of_unroll(rollout_shape[0])
@@ -90,7 +89,6 @@ class CLEAR(IMPALA):
         return memory.num_bytes
 
     def update(self, rollout: Rollout) -> None:
-        """Take one gradient step on a rollout and replayed unrolls, then store the rollout."""
         steps = self.batch(rollout)
         drop_unless_alike(self.kept, layout_of_unrolls(rollout), "replay")
         if len(self.kept):

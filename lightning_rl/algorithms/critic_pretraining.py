@@ -115,16 +115,13 @@ class CriticPretraining(OnPolicyAlgorithm):
         return parameters_of_policy(self.policy)
 
     def make_estimator(self, **options: Any) -> ReturnEstimator:  # noqa: ANN401 - options of the estimator
-        """Return the estimator of the value targets."""
         return ReturnEstimator(self.policy, self.normalizers, **options)
 
     def update(self, rollout: Rollout) -> None:
-        """Take gradient steps on the minibatches of several passes over one rollout."""
         for minibatch in self.minibatches(self.batch(rollout), self.num_epochs, self.num_minibatches):
             self.descend(self.loss, minibatch)
 
     def loss(self, batch: Batch) -> Loss:
-        """Return the value loss over a minibatch; the log has its mean for every `reduction`."""
         distribution, values = self.actor_critic(batch)
         loss = self.new_loss(batch)
         loss.scale = reduction_scale(self.reduction, batch)

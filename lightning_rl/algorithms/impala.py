@@ -92,11 +92,9 @@ class IMPALA(OnPolicyAlgorithm):
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
 
     def default_optimizer(self) -> ClassSpec:
-        """Return RMSprop with the decay and epsilon of the paper."""
         return {"class_path": "torch.optim.RMSprop", "init_args": {"alpha": 0.99, "eps": 0.01}}
 
     def update(self, rollout: Rollout) -> None:
-        """Take one gradient step on all steps of a rollout."""
         self.learn(self.batch(rollout))
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Unroll:
@@ -115,7 +113,6 @@ class IMPALA(OnPolicyAlgorithm):
             self.on_pass_end(steps.batch.replace(advantages=steps.estimates.advantages), "update")
 
     def loss(self, batch: Unroll) -> Loss:
-        """Return the loss over an unroll; the log has means for every `reduction`."""
         loss = self.new_loss(batch.batch)
         self.add_terms(loss, batch)
         return loss
@@ -139,7 +136,6 @@ class IMPALA(OnPolicyAlgorithm):
         return distribution, values
 
     def new_loss(self, batch: Batch) -> Loss:
-        """Return an empty loss with the factor of `reduction`."""
         loss = super().new_loss(batch)
         loss.scale = reduction_scale(self.reduction, batch)
         return loss

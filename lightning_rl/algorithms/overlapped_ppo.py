@@ -63,11 +63,9 @@ class OverlappedPPO(PPO):
     }
 
     def make_estimator(self, **options: Any) -> VTraceEstimator:  # noqa: ANN401 - options of the estimator
-        """Return the V-trace estimator."""
         return VTraceEstimator(self.policy, self.normalizers, **options)
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
-        """Return the steps of a rollout with advantages, returns, and current log-probabilities and values."""
         rollout = self.reevaluated(rollout)
         assert rollout.log_rhos is not None
         weights = rollout.log_rhos.exp() if rollout.valid is None else rollout.log_rhos.exp()[rollout.valid]

@@ -68,7 +68,6 @@ class AuxiliaryActorCritic(ActorCritic):
 
     @property
     def value_heads(self) -> list[HeadLinear]:
-        """All heads that predict returns."""
         return [self.value_head, self.auxiliary_head]
 
     def value_of(self, features: Tensor) -> Tensor:
@@ -173,7 +172,6 @@ class PPG(PPO):
         self.replays["rollouts"] = self.kept
 
     def make_policy(self) -> AuxiliaryActorCritic:
-        """Return the policy; override it for another network with an auxiliary head."""
         options, architecture = self.policy_options(), self.options["architecture"]
         shared_encoder = options.pop("shared_encoder")
         choices = get_args(Architecture)
@@ -197,7 +195,6 @@ class PPG(PPO):
             self.auxiliary_phase()
 
     def add_policy_terms(self, loss: Loss, distribution: Distribution) -> None:
-        """Add the terms of `PPO`, and the KL penalty if `kl_penalty_coef` is set."""
         super().add_policy_terms(loss, distribution)
         if self.kl_penalty_coef:
             log_ratios = distribution.log_prob(loss.batch.actions) - loss.batch.log_probs
@@ -232,7 +229,6 @@ class PPG(PPO):
         return distribution.with_parameters(batch.old_distribution).kl(distribution)
 
     def after_update(self, means: dict[str, float]) -> None:
-        """Start a new policy phase after an auxiliary phase."""
         if self.kept.is_full:
             self.kept.clear()
 
@@ -259,7 +255,6 @@ class PPG(PPO):
     # ------------------------------------------------------------------ rollouts of a phase
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        """Check also that the rollouts of a phase fit into `aux_memory_gib`."""
         super().check_run(trainer, rollout_shape)
         if rollout_shape is not None:
             self.check_memory(math.prod(rollout_shape) * self.kept.capacity)

@@ -91,7 +91,6 @@ class OffPolicyPPG(PPG):
         self.replays.update(self.sources)
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        """Check what does not depend on the shape of rollouts, and that all buffers fit into `aux_memory_gib`."""
         super().check_run(trainer, None)
         self.check_rows(self.batch_size * trainer.world_size, self.num_minibatches_of([self.batch_size]))
         self.check_memory(self.kept.capacity * self.batch_size + sum(buffer.size for buffer in self.sources.values()))

@@ -119,7 +119,6 @@ class PPO(OnPolicyAlgorithm):
         self.steps.rollback = rollback
 
     def update(self, rollout: Rollout) -> None:
-        """Take gradient steps on the minibatches of several passes over one rollout (algorithm 1)."""
         batch = self.batch(rollout)
         for minibatch in self.minibatches(batch, self.num_epochs, self.num_minibatches_of(rollout.shape)):
             self.descend(self.loss, minibatch)
@@ -180,7 +179,6 @@ class PPO(OnPolicyAlgorithm):
         return both if low is None else low, both if high is None else high
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        """Check also that rollouts can be cut into minibatches."""
         super().check_run(trainer, rollout_shape)
         if rollout_shape is not None:
             num_rows, num_minibatches = math.prod(rollout_shape), self.num_minibatches_of(rollout_shape)

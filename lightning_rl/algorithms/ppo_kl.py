@@ -72,11 +72,9 @@ class PPOKLPenalty(PPO):
         self._adapts, self._kl = False, self.kl_coef
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
-        """Return the steps of a rollout with advantages, returns and the action distributions that acted."""
         return with_acting_distributions(self.policy, rollout, super().batch, per_step)
 
     def update(self, rollout: Rollout) -> None:
-        """Take the gradient steps of PPO, then measure the KL divergence of the policy from the one that acted."""
         self.steps.observe(kl_coef=self.kl_coef.clone())
         # While only the critic learns, the policy does not move, which is no reason to lower β.
         self._adapts = self.adaptive and not self.steps.is_warming_up
@@ -86,13 +84,11 @@ class PPOKLPenalty(PPO):
         self._kl = self.mean_kl(batch)
 
     def after_update(self, means: dict[str, float]) -> None:
-        """Adapt β to the KL divergence after the updates."""
         if self._adapts:
             target, tolerance = self.adaptive_kl_target, self.adaptive_kl_tolerance
             self.kl_coef.copy_(rl.adapted_kl_coef(self.kl_coef, self._kl, target, tolerance))
 
     def add_policy_terms(self, loss: Loss, distribution: Distribution) -> None:
-        """Add the terms of `PPO` and the KL penalties."""
         super().add_policy_terms(loss, distribution)
         kl = self.penalized_kl(loss.batch, distribution)
         loss.observe(kl=kl)

@@ -165,14 +165,12 @@ class TFAgentsPPO(PPOKLPenalty):
                 module.variance.zero_()
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        """Check also that a rollout has a step to learn from."""
         super().check_run(trainer, rollout_shape)
         if rollout_shape is not None:
             expected = "at least 2, since the last step only gives its value"
             check(rollout_shape[0] > 1, "rollout_length", rollout_shape[0], expected)
 
     def make_estimator(self, **options: Any) -> TFAgentsEstimator:  # noqa: ANN401 - options of the estimator
-        """Return the estimator with the arithmetic of TF-Agents."""
         return TFAgentsEstimator(self.policy, self.normalizers, **options)
 
     def one_pass(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:

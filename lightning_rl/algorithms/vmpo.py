@@ -94,16 +94,13 @@ class VMPO(OnPolicyAlgorithm):
         return softplus(self.policy.get_parameter("dual")) + 1e-8
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
-        """Return the steps of a rollout with advantages, returns and the action distributions that acted."""
         return with_acting_distributions(self.policy, rollout, super().batch, per_step)
 
     def update(self, rollout: Rollout) -> None:
-        """Take gradient steps on the minibatches of several passes over one rollout."""
         for minibatch in self.minibatches(self.batch(rollout), self.num_epochs, self.num_minibatches):
             self.descend(self.loss, minibatch)
 
     def loss(self, batch: Batch) -> Loss:
-        """Return the loss over a minibatch (equations 3 to 6)."""
         distribution, values = self.actor_critic(batch)
         log_probs = distribution.log_prob(batch.actions)
         loss, (temperature, kl_coef) = self.new_loss(batch), self.duals

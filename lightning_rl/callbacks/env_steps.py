@@ -55,15 +55,12 @@ class EnvStepInterval(Callback):
 
     @property
     def state_key(self) -> str:
-        """The key of the state in checkpoints; it contains the interval."""
         return f"{type(self).__qualname__}{{'every_n_env_steps': {self.every_n_env_steps}}}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step of the last action."""
         return {"last": self._last}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the step of the last action."""
         self._last = state_dict["last"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -73,7 +70,6 @@ class EnvStepInterval(Callback):
             self._last = now
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
-        """Act if the interval is over."""
         self.fire(trainer, pl_module)
 
 
@@ -103,7 +99,6 @@ class EnvStepLimit(Callback):
             )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
-        """Stop if the limit is reached."""
         self._stop_if_reached(trainer, pl_module)
 
     def _stop_if_reached(self, trainer: Trainer, pl_module: LightningModule) -> bool:
@@ -129,7 +124,6 @@ class EnvStepValidation(Callback):
         self._replaced: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Disable the Trainer's interval."""
         if stage == "fit":
             epochs = trainer.check_val_every_n_epoch
             check(epochs in (None, 1), "check_val_every_n_epoch", epochs, "1 or None beside EnvStepValidation")
@@ -137,12 +131,10 @@ class EnvStepValidation(Callback):
             self._replaced, trainer.val_check_interval = trainer.val_check_interval, 0.5
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the Trainer's interval."""
         if stage == "fit":
             trainer.val_check_interval = self._replaced
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start counting at the current step."""
         self._last = _env_steps(pl_module) // self.every_n_env_steps
         for callback in trainer.early_stopping_callbacks:
             # Private to Lightning 2.6; its `setup`, which sets it, may come before the `setup` of this callback.
@@ -211,12 +203,10 @@ class EnvStepCheckpoint(ModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """The key of the state in checkpoints; it contains the interval."""
         options = {"monitor": self.monitor, "mode": self.mode, "every_n_env_steps": self.every_n_env_steps}
         return f"{type(self).__qualname__}{options}"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start counting at the current step."""
         super().on_train_start(trainer, pl_module)
         self._last = _env_steps(pl_module) // self.every_n_env_steps
 
@@ -231,12 +221,10 @@ class EnvStepCheckpoint(ModelCheckpoint):
             self._save_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if an interval ended with the last rollout."""
         if not ends_epoch(trainer):
             self._save_if_due(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if an interval ended with the last rollout."""
         self._save_if_due(trainer)
 
     def _save_if_due(self, trainer: Trainer) -> None:

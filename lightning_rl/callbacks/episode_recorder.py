@@ -101,7 +101,6 @@ class EpisodeRecorder(Callback):
             data.film_predictions(Films(self.folder), self.env_kwargs)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop the episodes of an earlier `predict`."""
         self._episodes = []
 
     def on_predict_batch_end(
@@ -111,11 +110,9 @@ class EpisodeRecorder(Callback):
         outputs: list[Episode],
         *args: Any,  # noqa: ANN401
     ) -> None:
-        """Collect the episodes of this rank."""
         self._episodes += outputs if "minari" in self.formats else []
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the episodes of all ranks as one data set, and log the folders."""
         if "video" in self.formats:
             rank_zero_info(f"Videos: {self.folder}")
         if "minari" in self.formats:
@@ -125,12 +122,10 @@ class EpisodeRecorder(Callback):
         self._episodes = []
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop filming."""
         if stage == "predict" and "video" in self.formats:
             data_of(trainer).film_predictions(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop filming after an error."""
         self.teardown(trainer, pl_module, "predict" if trainer.predicting else "")
 
     def _write(self, trainer: Trainer, algorithm: str, episodes: list[Episode]) -> None:
@@ -150,7 +145,6 @@ class EpisodeLines(Callback):
     """
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop the episodes of an earlier `predict`."""
         self.lines: list[str] = []
 
     def on_predict_batch_end(
@@ -160,13 +154,11 @@ class EpisodeLines(Callback):
         outputs: list[Episode],
         *args: Any,  # noqa: ANN401
     ) -> None:
-        """Collect the episodes of this rank."""
         for episode in outputs:
             ending = "terminated" if episode.terminated else "truncated"
             self.lines.append(f"return {episode.episode_return:g}, {episode.length} steps, {ending}")
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the episodes of all ranks, by rank."""
         for number, line in enumerate(chain.from_iterable(gather_ranks(self.lines))):
             if trainer.is_global_zero:
                 print(f"episode {number}: {line}", flush=True)

@@ -55,7 +55,6 @@ class PolicyExport(EnvStepInterval):
         self._score: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that the policy can be exported before training."""
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         check_exportable(pl_module, self.format, self.programs)
@@ -70,13 +69,11 @@ class PolicyExport(EnvStepInterval):
         batch: Any,  # noqa: ANN401
         batch_idx: int,
     ) -> None:
-        """Keep some observations of the rollout, and export if the interval is over."""
         if isinstance(batch, Rollout):
             self._observations = first_steps(batch.observations)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Export the current policy, and remove old exports."""
         folder = self.folder(trainer)  # a collective call
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
@@ -95,13 +92,11 @@ class PolicyExport(EnvStepInterval):
                 shutil.rmtree(old)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the score with its environment steps."""
         if (found := trainer.callback_metrics.get("val/episode_return")) is not None and not trainer.sanity_checking:
             steps = int(pl_module.env_steps)  # type: ignore[arg-type]
             self._score = {"metric": "val/episode_return", "mean": float(found), "env_steps": steps}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Export the final policy."""
         self.fire(trainer, pl_module, force=True)
 
     def folder(self, trainer: Trainer) -> Path:

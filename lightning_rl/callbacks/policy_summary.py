@@ -20,7 +20,6 @@ class PolicySummary(ModelSummary):
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the table."""
         rows = list(parts(pl_module))
         first, second = (max(map(len, names), default=0) for names in ([x[0] for x in rows], [x[1] for x in rows]))
         lines = [f"  {name:<{first}}  {kind:<{second}}  {count:>11,}" for name, kind, count in rows]

@@ -53,7 +53,6 @@ class VideoRecorder(EnvStepInterval):
         self.env_kwargs = env_kwargs
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check before training that the environment can be filmed."""
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             check_imageio()
             data_of(trainer).check_filmable(self.env_kwargs)
@@ -61,7 +60,6 @@ class VideoRecorder(EnvStepInterval):
                 make_folder("dirpath", self.dirpath)
 
     def on_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Film the current policy."""
         folder = self.folder(trainer)  # a collective call
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
@@ -80,7 +78,6 @@ class VideoRecorder(EnvStepInterval):
                 rank_zero_warn(f"no video at {step} environment steps: {error}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Film the final policy."""
         self.fire(trainer, pl_module, force=True)
 
     def folder(self, trainer: Trainer) -> Path:

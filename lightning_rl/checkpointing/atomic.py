@@ -140,7 +140,6 @@ class LastCheckpoint(ModelCheckpoint):
             self._saved_at = time.monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the timer."""
         super().on_train_start(trainer, pl_module)
         self._saved_at = time.monotonic()
 

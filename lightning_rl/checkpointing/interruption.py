@@ -103,13 +103,11 @@ class InterruptionGuard(Callback):
             os._exit(128 + signum)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
-        """Save and stop if any rank received a signal."""
         # A resumed run would skip a due validation, or the end of the epoch: stop after these.
         if not (validates_now(trainer) or ends_epoch(trainer) or _is_over(trainer)):
             self._stop_if_asked(trainer, pl_module, "on_train_batch_end", *args)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save and stop after a validation within an epoch."""
         is_fitting = trainer.state.fn == "fit" and not trainer.sanity_checking
         if is_fitting and not (ends_epoch(trainer) or _is_over(trainer)):
             self._stop_if_asked(trainer, pl_module, "on_validation_end")
@@ -130,7 +128,6 @@ class InterruptionGuard(Callback):
                 self._save(trainer, self._stopping)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop if a signal was received in the previous epoch."""
         if self._stopping:
             raise _exit_status(self._stopping[0], trainer.is_global_zero)
 

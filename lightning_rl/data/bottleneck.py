@@ -21,13 +21,11 @@ class BottleneckHint(Callback):
     """Logs one hint if environments take most of a run's first minute; every algorithm adds this callback."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a new measurement."""
         self._begin: float | None = None
         self._env_seconds = 0.0
         self._is_done = not hasattr(trainer.datamodule, "spec")  # type: ignore[attr-defined]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
-        """Add the environment time of a rollout, and log the hint after a minute."""
         seconds = getattr(batch, "parts_of_seconds", {}).get("env")
         if self._is_done or seconds is None or batch.actor is not None:
             return

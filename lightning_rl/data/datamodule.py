@@ -231,12 +231,10 @@ class RolloutDataModule(LightningDataModule):
     # ------------------------------------------------------------------------------------------------ Lightning's hooks
 
     def train_dataloader(self) -> OnDemandLoader[Rollout]:
-        """Return a loader of rollouts."""
         self._collected_version = None  # a rollout that an earlier fit did not learn from is dropped
         return self._loader(self.collect, self.rollouts_per_epoch)
 
     def val_dataloader(self) -> OnDemandLoader[list[Episode]]:
-        """Return a loader of one batch of evaluation episodes."""
         return self._loader(self.run_episodes, 1)
 
     def test_dataloader(self) -> OnDemandLoader[list[Episode]]:
@@ -265,7 +263,6 @@ class RolloutDataModule(LightningDataModule):
         self._close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Close the environments when the Trainer fails or is interrupted."""
         try:
             self._close()
         except EnvironmentFailure as error:  # the exception itself is more important

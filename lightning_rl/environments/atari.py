@@ -37,7 +37,6 @@ class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._action: Any = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin a game with a seed, or with the next numbers of the same generator."""
         game: Any = self.unwrapped
         if self._first_state is None:
             self.env.reset(seed=0)
@@ -50,7 +49,6 @@ class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Play one frame."""
         probability = self.repeat_action_probability
         if not probability or self.unwrapped.np_random.random() >= probability:
             self._action = action
@@ -69,13 +67,11 @@ class GameScore(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._length = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin a game."""
         self.last_score, self.score, self._length = self.score, 0.0, 0
         self.games += 1
         return self.env.reset(seed=seed, options=options)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Step, and report the score at the end of the game."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.score += float(reward)
         self._length += 1
@@ -117,7 +113,6 @@ class EpisodicLife(gymnasium.Wrapper[Any, Any, Any, Any]):
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Step; a lost life terminates the episode."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         self._game_over = terminated or truncated
         lives = self._current_lives()
@@ -157,12 +152,10 @@ class WholeGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._score = 0.0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin a game."""
         self._score = 0.0
         return self.env.reset(seed=seed, options={**(options or {}), "new_game": True})
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Step, and continue the game after a lost life."""
         observation, _, terminated, truncated, info = self.env.step(action)
         if terminated and "game_return" not in info:
             games = self._game.games
@@ -192,7 +185,6 @@ class VectorGameScore(VectorWrapper):
         self._resets_next = np.zeros(env.num_envs, bool)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
-        """Begin games in all environments, or in the environments of `options["reset_mask"]`."""
         observations, infos = self.env.reset(seed=seed, options=options)
         which = (options or {}).get("reset_mask", slice(None))
         self._scores[which], self._lengths[which], self._resets_next[which] = 0.0, 0, False
@@ -200,7 +192,6 @@ class VectorGameScore(VectorWrapper):
         return observations, infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
-        """Step, and report the scores of finished games."""
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         plays = ~self._resets_next
         self._scores += np.where(plays, infos.get("reward", rewards), 0)

@@ -182,7 +182,6 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         )
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin the stream of a seed, or the next episode of the current stream."""
         if seed is None:
             self.episode += 1
         else:
@@ -208,7 +207,6 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Step, check the returned values, and log the action."""
         # A copy, since the environment may write into its action.
         logged: Any = action if type(action) in _NUMBERS else map_leaves(np.copy, action)
         self.step_count += 1
@@ -384,14 +382,12 @@ class RestartingEpisodes(SeededEpisodes):
         self._restarts_in_a_row = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin the stream of a seed, or the next episode; begin the episode after that if this fails."""
         try:
             return self._checked_reset(seed, options)
         except EnvironmentFailure as failure:
             return self._restart(failure)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Step; if this fails, begin the next episode in a new environment."""
         try:
             observation, reward, terminated, truncated, info = super().step(action)
             map_leaves(self._check_finite_leaf, self._paths, observation)

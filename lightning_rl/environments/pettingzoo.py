@@ -55,7 +55,6 @@ class ParallelEnvVector(VectorEnv):
         self._rows: list[Nested] = [self._zeros] * num_envs
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode in every copy, with seeds derived from `seed`."""
         check(not self._has_only_spaces, "num_envs", 1, f"a multiple of the {len(self.agents)} agents")
         infos: list[dict[str, Any]] = [{}] * self.num_envs
         for index in range(len(self.copies)):
@@ -63,7 +62,6 @@ class ParallelEnvVector(VectorEnv):
         return self._concatenated(), batch_infos(infos)
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
-        """Step every copy, and reset the copies whose agents have all ended."""
         taken = list(iterate(self.action_space, actions))
         rewards = np.zeros(self.num_envs)
         terminated, truncated, idle = (np.zeros(self.num_envs, bool) for _ in range(3))
@@ -92,7 +90,6 @@ class ParallelEnvVector(VectorEnv):
         return self._concatenated(), rewards, terminated, truncated, batched
 
     def close_extras(self, **kwargs: Any) -> None:  # noqa: ANN401
-        """Close every copy."""
         for env in self.copies:
             env.close()
 

@@ -56,7 +56,6 @@ class Camera(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._maker, self._numbers = maker, deque(numbers)
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401 - the arguments of `Env.reset`
-        """Begin an episode, and its video."""
         result = self.env.reset(**kwargs)
         self._discard()
         if self._maker is not None and self._numbers:
@@ -65,7 +64,6 @@ class Camera(gymnasium.Wrapper[Any, Any, Any, Any]):
         return result
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Step; the video always contains the last frame of an episode."""
         result = self.env.step(action)
         if self._film is not None:
             self._step += 1
@@ -79,7 +77,6 @@ class Camera(gymnasium.Wrapper[Any, Any, Any, Any]):
         return result
 
     def close(self) -> None:
-        """Close the environment, and discard the video of an unfinished episode."""
         self._discard()
         super().close()
 

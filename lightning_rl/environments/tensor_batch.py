@@ -206,7 +206,6 @@ class AsArrays(VectorWrapper):
     _observations: Nested
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
-        """Reset; a mask in `options` is converted to a tensor."""
         if options and "reset_mask" in options:
             options = {**options, "reset_mask": self._to_tensor(np.asarray(options["reset_mask"]))}
         self._observations, infos = self.env.reset(seed=seed, options=options)
@@ -214,7 +213,6 @@ class AsArrays(VectorWrapper):
         return map_leaves(to_array, self._observations), infos
 
     def step(self, actions: Any) -> Any:  # noqa: ANN401
-        """Step with actions in arrays, nested as the action space."""
         before = self._observations
         same_step = autoreset_mode(self.env) is AutoresetMode.SAME_STEP
         if same_step:

@@ -152,7 +152,6 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset every environment, or those in `options["reset_mask"]`; raises as `step` does."""
         seeds = seed if isinstance(seed, list) else [None if seed is None else seed + i for i in range(self.num_envs)]
         chosen = np.ones(self.num_envs, bool)
         if options is not None and "reset_mask" in options:

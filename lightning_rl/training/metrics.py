@@ -58,7 +58,6 @@ class EpisodeStatistics(_Window):
         self.add_state("maxima", torch.full((2,), -torch.inf, dtype=torch.float64), "max")
 
     def update(self, returns: Sequence[float], lengths: Sequence[int]) -> None:
-        """Add finished episodes."""
         if not returns:
             return
         values = torch.tensor([returns, lengths], dtype=self.sums.dtype, device=self.sums.device)
@@ -91,11 +90,9 @@ class Total(_Window):
         self.add_state("total", torch.zeros((), dtype=torch.float64), "sum")
 
     def update(self, value: float) -> None:
-        """Add a number."""
         self.total = self.total + value
 
     def compute(self) -> float:
-        """Return the sum."""
         return float(self.total)
 
 
@@ -109,11 +106,9 @@ class Largest(_Window):
         self.add_state("largest", torch.zeros((), dtype=torch.float64), "max")
 
     def update(self, value: float) -> None:
-        """Add a number."""
         self.largest = self.largest.clamp(min=value)
 
     def compute(self) -> float:
-        """Return the maximum."""
         return float(self.largest)
 
 
@@ -136,7 +131,6 @@ class ScalarMeans(_Window):
         self.add_state("counts", torch.zeros(len(names), dtype=torch.float64), "sum")
 
     def update(self, values: Mapping[str, Sequence[float]]) -> None:
-        """Add values, any number for each name."""
         names = sorted({*self.names, *values})
         if names != self.names:
             self._set_names(names)
@@ -157,7 +151,6 @@ class ScalarMeans(_Window):
         return int(self.counts[self.names.index(name)])
 
     def compute(self) -> dict[str, float]:
-        """Return the mean of every scalar that has values."""
         pairs = zip(self.names, self.sums.tolist(), self.counts.tolist(), strict=True)
         return {name: total / count for name, total, count in pairs if count}
 
@@ -410,7 +403,6 @@ class StepMetric(Callback):
     """
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:  # noqa: ANN401
-        """Note that the clock will advance."""
         pl_module.metrics.begin_step()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:  # noqa: ANN401
@@ -418,5 +410,4 @@ class StepMetric(Callback):
         pl_module.metrics.end_step(pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ANN401
-        """Set `step` before loggers are written."""
         pl_module.metrics.end_epoch(pl_module)

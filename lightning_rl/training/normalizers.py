@@ -161,7 +161,6 @@ class RewardNormalizer(nn.Module):
         self.discounted_return = torch.zeros(0, dtype=torch.float64)
 
     def forward(self, rewards: Tensor) -> Tensor:
-        """Normalize rewards of any shape."""
         scaled = rewards * self.moments.scale(self.epsilon).to(rewards.dtype)
         return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)
 

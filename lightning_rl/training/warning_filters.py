@@ -40,7 +40,6 @@ class DropMessages(logging.Filter):
         self._start = start
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the message is kept."""
         return not record.getMessage().startswith(self._start)
 
 

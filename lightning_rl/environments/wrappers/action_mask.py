@@ -221,7 +221,6 @@ class ReadMasks(gymnasium.Wrapper[Any, Any, Any, Any]):
             self.metadata = {**env.metadata, MASKS: self._source.mask_space}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset, and read the masks."""
         observation, info = self.env.reset(seed=seed, options=options)
         return observation, self._with_masks(observation, info)
 
@@ -274,7 +273,6 @@ class MaskedActions(VectorHistory):
         self.memory = self._source.everything(self.num_envs)
 
     def start_episodes(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
-        """Read the masks of first observations."""
         self._take(which, observations, infos)
 
     def advance(
@@ -289,7 +287,6 @@ class MaskedActions(VectorHistory):
         self._take(~ended, observations, infos)
 
     def show(self, observations: Nested) -> Nested:
-        """Return the observations with their masks."""
         if self._source.kind == "observation":
             return self._source.observed(observations)[1]
         # A copy, since final observations are kept.

@@ -27,7 +27,6 @@ class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.times = times
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Take the action repeatedly."""
         (observation, rewards, *ends), infos = _repeat(self.env, action, self.times)
         return observation, sum(rewards), *ends, infos[-1] | {REPEATED: {"frames": len(infos)}}
 
@@ -65,7 +64,6 @@ class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.action_space = spaces.Dict({"action": env.action_space, "repeat": repeat})
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Take the action repeatedly."""
         (observation, rewards, *ends), infos = _repeat(self.env, action["action"], int(action["repeat"]))
         clipped = rewards if self._clips is None else [float(self._clips(reward)) for reward in rewards]
         earned = sum(self.gamma**place * reward for place, reward in enumerate(clipped))

@@ -52,7 +52,6 @@ class VectorHistory(VectorWrapper, ABC):
         """Return observations `[B, ...]` with their history."""
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
-        """Begin episodes in all environments, or in the environments of `options["reset_mask"]`."""
         mask = (options or {}).get("reset_mask")  # before environments remove it
         observations, infos = self.env.reset(seed=seed, options=options)
         which = np.ones(self.num_envs, bool) if mask is None else np.asarray(mask, bool)
@@ -61,7 +60,6 @@ class VectorHistory(VectorWrapper, ABC):
         return self.show(observations), infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
-        """Step, and return each observation with the history of its episode."""
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         ended = terminated | truncated
         begins = self._resets_next
@@ -130,8 +128,6 @@ class FrameStack(VectorHistory):
         self.memory = map_space(lambda leaf: np.zeros((self.num_envs, size, *(leaf.shape or ())), leaf.dtype), inner)
 
     def start_episodes(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
-        """Fill the stacks of new episodes with their first observation."""
-
         def fill(frames: Array, x: Array) -> None:
             frames[which] = np.asarray(x)[which][:, None]
 
@@ -140,8 +136,6 @@ class FrameStack(VectorHistory):
     def advance(
         self, observations: Nested, actions: Nested, rewards: Array, ended: Array, infos: dict[str, Any]
     ) -> None:
-        """Replace the oldest observations by the new ones."""
-
         def push(frames: Array, x: Array) -> None:
             frames[:, :-1] = frames[:, 1:]
             frames[:, -1] = x
@@ -149,7 +143,6 @@ class FrameStack(VectorHistory):
         map_leaves(push, self.memory, observations)
 
     def show(self, observations: Nested) -> Nested:
-        """Return the stacks."""
         return map_leaves(_fold, self._leaf_spaces, self.memory)
 
 
@@ -191,6 +184,5 @@ class FlatObservations(VectorHistory):
         self._inner = env.single_observation_space
 
     def show(self, observations: Nested) -> Nested:
-        """Return the vectors `[B, n]`."""
         rows = (map_leaves(lambda x, i=index: x[i], observations) for index in range(self.num_envs))
         return np.stack([np.asarray(spaces.flatten(self._inner, row)) for row in rows])

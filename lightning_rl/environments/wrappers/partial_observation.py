@@ -36,7 +36,6 @@ class PartialObservation(gymnasium.ObservationWrapper[Any, Any, Any]):
         self.observation_space = spaces.Box(low, high, dtype=space.dtype)
 
     def observation(self, observation: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the visible entries."""
         visible: np.ndarray[Any, Any] = observation[self._indices]
         return visible
 
@@ -49,6 +48,5 @@ class TerminationAsTruncation(gymnasium.Wrapper[Any, Any, Any, Any]):
     """
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Take a step that never terminates."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         return observation, reward, False, terminated or truncated, info

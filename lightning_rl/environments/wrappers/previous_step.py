@@ -54,8 +54,6 @@ class PreviousStep(VectorHistory):
         )
 
     def start_episodes(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
-        """Set the action and reward to zeros."""
-
         def clear(x: Array) -> None:
             x[which] = 0
 
@@ -64,7 +62,6 @@ class PreviousStep(VectorHistory):
     def advance(
         self, observations: Nested, actions: Nested, rewards: Array, ended: Array, infos: dict[str, Any]
     ) -> None:
-        """Store the action and the reward."""
         self.memory = {}
         if self._encoders is not None:
             self.memory[ACTION] = map_leaves(lambda encode, x: encode(x), self._encoders, actions)
@@ -78,7 +75,6 @@ class PreviousStep(VectorHistory):
                 self.start_episodes(np.asarray(part[f"_{LIFE_LOST}"], bool), observations, infos)
 
     def show(self, observations: Nested) -> Nested:
-        """Return the observations with the previous action and reward."""
         return {**(observations if self._is_dict else {OBSERVATION: observations}), **self.memory}
 
 

@@ -41,7 +41,6 @@ class Autoregressive(Categorical):
         self.places = places
 
     def sample(self, generator: torch.Generator | None = None) -> Nested:
-        """Draw a combination."""
         return self._action(super().sample(generator))
 
     def mode(self) -> Nested:
@@ -59,7 +58,6 @@ class Autoregressive(Categorical):
         return super().log_prob(torch.stack(terms).sum(0))
 
     def with_parameters(self, parameters: Tensor) -> Autoregressive:
-        """Return distributions with other log-probabilities."""
         return Autoregressive(parameters, self.counts, self.names, self.strides, self.places)
 
     def entropies(self) -> dict[str, Tensor]:

@@ -87,7 +87,6 @@ class DiagonalGaussian(Distribution):
         return self.mean + self.log_std.exp() * torch.empty_like(self.mean).normal_(generator=generator)
 
     def mode(self) -> Tensor:
-        """Return the mean."""
         return self.mean
 
     def log_prob(self, action: Tensor) -> Tensor:
@@ -101,7 +100,6 @@ class DiagonalGaussian(Distribution):
         return entropy.expand(self.mean.shape[:-1])
 
     def kl(self, other: Distribution) -> Tensor:
-        """Return the closed form, summed over action dimensions."""
         other = cast(DiagonalGaussian, other)
         variance_ratio = (2 * (self.log_std - other.log_std)).exp()
         z = (self.mean - other.mean) * (-other.log_std).exp()
@@ -113,7 +111,6 @@ class DiagonalGaussian(Distribution):
         return {"mean": self.mean, "log_std": self.log_std.expand_as(self.mean)}
 
     def with_parameters(self, parameters: dict[str, Tensor]) -> DiagonalGaussian:
-        """Return distributions with other means and standard deviations."""
         return DiagonalGaussian(parameters["mean"], parameters["log_std"])
 
 
@@ -150,11 +147,9 @@ class SquashedGaussian(DiagonalGaussian):
         return super().entropy() + slope.sum(-1) + self._log_half_volume
 
     def with_parameters(self, parameters: dict[str, Tensor]) -> SquashedGaussian:
-        """Return distributions with other means and standard deviations of u."""
         return SquashedGaussian(parameters["mean"], parameters["log_std"], self.bounds)
 
     def to_space(self, action: Tensor) -> Tensor:
-        """Return the bounded action."""
         return self.bounds.from_unit(action.tanh())
 
     @property
@@ -211,13 +206,11 @@ class Beta(Distribution):
         return per_dimension.sum(-1) - self.bounds.log_volume
 
     def entropy(self) -> Tensor:
-        """Return the closed form, summed over action dimensions."""
         a, b = self.alpha, self.beta
         shape = _log_beta(a, b) - (a - 1) * a.digamma() - (b - 1) * b.digamma() + (a + b - 2) * (a + b).digamma()
         return shape.sum(-1) + self.bounds.log_volume
 
     def kl(self, other: Distribution) -> Tensor:
-        """Return the closed form, summed over action dimensions."""
         other = cast(Beta, other)
         a, b, c, d = self.alpha, self.beta, other.alpha, other.beta
         moments = (a - c) * a.digamma() + (b - d) * b.digamma() + (c + d - a - b) * (a + b).digamma()
@@ -228,11 +221,9 @@ class Beta(Distribution):
         return {"alpha": self.alpha, "beta": self.beta}
 
     def with_parameters(self, parameters: dict[str, Tensor]) -> Beta:
-        """Return distributions with other concentrations."""
         return Beta(parameters["alpha"], parameters["beta"], self.bounds)
 
     def to_space(self, action: Tensor) -> Tensor:
-        """Return the bounded action."""
         return self.bounds.from_unit((action / 2).tanh())
 
 
@@ -370,7 +361,6 @@ class GaussianHead(_GaussianHead):
         self.squashes_mean = mean_transform == "tanh"
 
     def forward(self, features: Tensor) -> DiagonalGaussian:
-        """Map features `[..., f]` to a distribution."""
         mean = self.mean(features)
         if self.squashes_mean:
             mean = self.bounds.from_unit(mean.tanh())
@@ -385,7 +375,6 @@ class SquashedGaussianHead(_GaussianHead):
     """A diagonal Gaussian squashed by tanh into a bounded `Box`; its options apply to the Gaussian before tanh."""
 
     def forward(self, features: Tensor) -> SquashedGaussian:
-        """Map features `[..., f]` to a distribution."""
         return SquashedGaussian(self.mean(features), self._log_std(features), self.bounds)
 
 
@@ -401,6 +390,5 @@ class BetaHead(nn.Module):
         self.concentrations = projection(in_features, 2 * len(self.bounds.low), initialization)
 
     def forward(self, features: Tensor) -> Beta:
-        """Map features `[..., f]` to a distribution."""
         alpha, beta = (1 + softplus(self.concentrations(features))).chunk(2, -1)
         return Beta(alpha, beta, self.bounds)

@@ -42,7 +42,6 @@ class Categorical(Distribution):
         return (self.logits - torch.empty_like(self.logits).exponential_(generator=generator).log_()).argmax(-1)
 
     def mode(self) -> Tensor:
-        """Return the action with the largest logit."""
         return self.logits.argmax(-1)
 
     def log_prob(self, action: Tensor) -> Tensor:
@@ -50,20 +49,16 @@ class Categorical(Distribution):
         return self.log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
     def entropy(self) -> Tensor:
-        """Return -Σ p log p."""
         return -(self.log_probs.exp() * self.log_probs).sum(-1)
 
     def kl(self, other: Distribution) -> Tensor:
-        """Return Σ p (log p - log q)."""
         other = cast(Categorical, other)
         return (self.log_probs.exp() * (self.log_probs - other.log_probs)).sum(-1)
 
     def parameters(self) -> Tensor:
-        """Return the logits."""
         return self.logits
 
     def with_parameters(self, parameters: Tensor) -> Categorical:
-        """Return distributions with other logits."""
         return type(self)(parameters)
 
 
@@ -80,11 +75,9 @@ class MultiCategorical(Categorical):
         return super().log_prob(action).sum(-1)
 
     def entropy(self) -> Tensor:
-        """Return the entropy, summed over components."""
         return super().entropy().sum(-1)
 
     def kl(self, other: Distribution) -> Tensor:
-        """Return the divergence, summed over components."""
         return super().kl(other).sum(-1)
 
     def entropies(self) -> dict[str, Tensor]:
@@ -106,7 +99,6 @@ class Bernoulli(Distribution):
         self.logits = at_least_float32(logits)
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """Draw every switch."""
         # Both draw the same numbers: an exported `uniform_` cannot be loaded, and `rand_like` takes no generator.
         if generator is None:
             uniform = torch.rand_like(self.logits)
@@ -123,20 +115,16 @@ class Bernoulli(Distribution):
         return -softplus((1 - 2 * action.to(self.logits.dtype)) * self.logits).sum(-1)
 
     def entropy(self) -> Tensor:
-        """Return the entropy, summed over switches."""
         return (softplus(self.logits) - self.logits * self.logits.sigmoid()).sum(-1)
 
     def kl(self, other: Distribution) -> Tensor:
-        """Return the divergence, summed over switches."""
         p, q = self.logits, cast(Bernoulli, other).logits
         return (p.sigmoid() * (p - q) + softplus(q) - softplus(p)).sum(-1)
 
     def parameters(self) -> Tensor:
-        """Return the logits."""
         return self.logits
 
     def with_parameters(self, parameters: Tensor) -> Bernoulli:
-        """Return distributions with other logits."""
         return Bernoulli(parameters)
 
 

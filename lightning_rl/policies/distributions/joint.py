@@ -27,35 +27,27 @@ class Joint(Distribution):
         self.paths = paths
 
     def sample(self, generator: torch.Generator | None = None) -> Nested:
-        """Draw every part."""
         return map_leaves(lambda part: part.sample(generator), self.parts)
 
     def mode(self) -> Nested:
-        """Return the most likely action of every part."""
         return map_leaves(lambda part: part.mode(), self.parts)
 
     def log_prob(self, action: Nested) -> Tensor:
-        """Return the log-probability of `action`, summed over parts."""
         return self._sum(lambda part, x: part.log_prob(x), action)
 
     def entropy(self) -> Tensor:
-        """Return the entropy, summed over parts."""
         return self._sum(lambda part: part.entropy())
 
     def kl(self, other: Distribution) -> Tensor:
-        """Return the divergence, summed over parts."""
         return self._sum(lambda part, x: part.kl(x), cast(Joint, other).parts)
 
     def parameters(self) -> Nested:
-        """Return the parameters of every part, nested as the parts are."""
         return map_leaves(lambda part: part.parameters(), self.parts)
 
     def with_parameters(self, parameters: Nested) -> Joint:
-        """Return distributions with other parameters of the parts."""
         return Joint(map_leaves(lambda part, x: part.with_parameters(x), self.parts, parameters), self.paths)
 
     def to_space(self, action: Nested) -> Nested:
-        """Return every part of `action` in its units."""
         return map_leaves(lambda part, x: part.to_space(x), self.parts, action)
 
     def entropies(self) -> dict[str, Tensor]:
@@ -90,8 +82,6 @@ class JointHead(nn.Module):
         self.places = map_leaves(lambda _: next(places), heads)
 
     def forward(self, features: Tensor, mask: Nested = None) -> Joint:
-        """Map features `[..., f]` to a distribution over the actions that nested masks allow."""
-
         def part(place: int) -> Any:  # noqa: ANN401
             path = self.paths[place]
             if mask is None or path not in self.masked:

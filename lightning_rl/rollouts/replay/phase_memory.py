@@ -55,12 +55,10 @@ class RolloutMemory(Replay):
 
     @property
     def layout(self) -> Layout | None:
-        """Layout of all rollouts; None if there are none."""
         return self._kept[0].layout if self._kept else None
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tensors."""
         return sum(num_bytes(x) for kept in self._kept for x in kept[:-1] if x is not None)
 
     def append(
@@ -85,7 +83,6 @@ class RolloutMemory(Replay):
         self._kept.append(given._replace(**map_leaves(copy_to_memory, parts)))
 
     def clear(self) -> None:
-        """Remove all rollouts."""
         self._kept = []
 
     def write(self, name: str, addresses: Tensor, values: Nested) -> None:

@@ -63,7 +63,6 @@ class UseLimitedBuffer(Replay):
         map_leaves(put, self._fields, rows)
 
     def clear(self) -> None:
-        """Remove all rows."""
         self._fields, self._next = None, 0
         self._uses.fill_(-1)
 
@@ -98,7 +97,6 @@ class UseLimitedBuffer(Replay):
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of all rows, as tensors."""
         fields = None if self._fields is None else map_leaves(torch.clone, self._fields)
         return {"fields": fields, "uses": self.uses, "next": self._next}
 

@@ -51,7 +51,6 @@ class UnrollMemory(Replay):
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tensors."""
         return self._bytes
 
     @property
@@ -61,7 +60,6 @@ class UnrollMemory(Replay):
 
     @property
     def layout(self) -> Layout | None:
-        """Layout of all unrolls; None if there are none."""
         if not self._kept:
             return None
         fields = self._kept[0].fields
@@ -93,7 +91,6 @@ class UnrollMemory(Replay):
         return _together([self._kept[index].fields for index in indices.tolist()])
 
     def clear(self) -> None:
-        """Remove all unrolls."""
         self._kept, self._bytes = [], 0
 
     def _snapshot(self) -> tuple[list[_Kept], int, int]:
