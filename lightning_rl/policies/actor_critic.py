@@ -25,7 +25,7 @@ from lightning_rl.policies.normalization import (
     make_value_normalizer,
 )
 from lightning_rl.policies.recurrent import Memory, MemoryOptions, RecurrentCore
-from lightning_rl.rollouts.sequences import Sequences
+from lightning_rl.rollouts.sequences import Segments, Sequences
 from lightning_rl.spaces import is_image
 from lightning_rl.validation import check
 
@@ -228,8 +228,9 @@ class ActorCritic(nn.Module):
         memory = sequences.memory
         if sequences.burn_in is not None:
             with torch.no_grad():
-                _, _, memory = self._run_cores(sequences.burn_in_observations, sequences.burn_in)
-        features, value_features, _ = self._run_cores(observations, sequences, memory)
+                burn_in = sequences.burn_in
+                _, _, memory = self._run_cores(sequences.burn_in_observations, burn_in.segments, burn_in.memory)
+        features, value_features, _ = self._run_cores(observations, sequences.padded_segments, memory)
         return features, value_features
 
     def _acting_features(self, x: Nested, memory: Nested | None) -> tuple[Tensor, Tensor | None, Nested | None]:
@@ -256,18 +257,15 @@ class ActorCritic(nn.Module):
         value_features, critic = self.critic_core.step(encoded, memory["critic"])
         return features, value_features, {"actor": actor, "critic": critic}
 
-    def _run_cores(
-        self, observations: Nested, sequences: Sequences, memory: Nested | None = None
-    ) -> tuple[Tensor, Tensor, Nested]:
+    def _run_cores(self, observations: Nested, segments: Segments, memory: Nested) -> tuple[Tensor, Tensor, Nested]:
         """Return features for actor and critic, and the recurrent state after each sequence."""
         assert self.actor_core is not None
-        memory = sequences.memory if memory is None else memory
         features, value_features = self._encode_for_both(self.prepare_observations(observations))
         after: dict[str, Nested] = {}
-        actor, after["actor"] = self.actor_core(features, sequences.segments, memory["actor"])
+        actor, after["actor"] = self.actor_core(features, segments, memory["actor"])
         if self.critic_core is None:
             return actor, actor, after
-        critic, after["critic"] = self.critic_core(value_features, sequences.segments, memory["critic"])
+        critic, after["critic"] = self.critic_core(value_features, segments, memory["critic"])
         return actor, critic, after
 
     def _encode_for_both(self, x: Nested) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Sequences of steps for recurrent policies, without padding."""
+"""Sequences of steps for recurrent policies."""
 
 from __future__ import annotations
 
@@ -79,12 +79,18 @@ class Sequences:
         """The sequences, cut where episodes begin."""
         return _segments(self.lengths, self.starts, first_leaf(self.memory).device)
 
+    @cached_property
+    def padded_segments(self) -> Segments:
+        """Segments for fewer calls of the core on a CPU. The state after a segment is undefined."""
+        device = first_leaf(self.memory).device
+        return _segments(self.lengths, self.starts, device, padded=device.type == "cpu")
+
 
 class Segments(NamedTuple):
     """Pieces of sequences within one episode each, sorted by length, as in PyTorch's `PackedSequence`.
 
     Attributes:
-        rows: Rows in the order of steps and, within each step, of segments, `[N]`.
+        rows: Rows in the order of steps and, within each step, of segments, `[N]`, or `[≥ N]` with padding.
         indices: Position of each row in that order, `[N]`.
         sequence: Sequence of each segment, `[M]`.
         fresh: Whether the segment begins with an episode, `[M, 1, 1]`.
@@ -102,7 +108,7 @@ class Segments(NamedTuple):
     runs: list[tuple[int, int]]
 
 
-def _segments(lengths: Tensor, starts: Tensor, device: torch.device) -> Segments:
+def _segments(lengths: Tensor, starts: Tensor, device: torch.device, padded: bool = False) -> Segments:
     sequence_of_row = torch.arange(len(lengths)).repeat_interleave(lengths)
     begins_here = starts.clone()
     begins_here[(lengths.cumsum(0) - lengths)[lengths > 0]] = True
@@ -110,16 +116,20 @@ def _segments(lengths: Tensor, starts: Tensor, device: torch.device) -> Segments
     sizes, order = torch.diff(begins, append=begins.new_tensor([len(starts)])).sort(descending=True, stable=True)
     steps = torch.arange(int(sizes[0]) if len(sizes) else 0).unsqueeze(1)
     has_row = steps < sizes
-    rows = (begins[order] + steps)[has_row]
-    indices = torch.empty_like(rows)
-    indices[rows] = torch.arange(len(rows))
+    batch_sizes = has_row.sum(1)
+    if padded:  # to 4, 8, 16, …: an LSTM of 128 units takes two thirds of the time
+        batch_sizes = (2.0 ** batch_sizes.log2().ceil()).long().clamp(4, len(sizes))
+    is_computed = torch.arange(len(sizes)) < batch_sizes.unsqueeze(1)
+    rows = (begins[order] + steps).clamp(max=len(starts) - 1)[is_computed]
+    indices = torch.empty(len(starts), dtype=torch.int64)
+    is_real = has_row[is_computed]
+    indices[rows[is_real]] = is_real.nonzero().squeeze(1)
     sequence = sequence_of_row[begins]
     # Before sorting, a segment is the last of its sequence if the next segment belongs to another one.
     is_last = torch.ones(len(begins), dtype=torch.bool)
     is_last[:-1] = sequence[1:] != sequence[:-1]
     is_last, sequence = is_last[order], sequence[order]
     last = is_last.nonzero().squeeze(1)
-    batch_sizes = has_row.sum(1)
     widths, counts = torch.unique_consecutive(batch_sizes, return_counts=True)
     return Segments(
         rows.to(device),

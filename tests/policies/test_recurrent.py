@@ -92,8 +92,8 @@ def test_splitting_a_sequence_at_stored_states_changes_nothing(size):
             torch.testing.assert_close(one, other[part], rtol=0, atol=1e-12)
 
 
-def test_sequences_of_unequal_lengths_are_never_padded():
-    """The number of computed steps equals the number of rows, with one call for each length of segments."""
+def test_sequences_of_unequal_lengths_give_the_values_of_single_steps():
+    """Burn-in makes one call for each length of segments; learning pads steps to 4, 8, 16, … segments."""
     lengths = torch.tensor([5, 0, 3, 8])
     starts = torch.zeros(16, dtype=torch.bool)
     starts[[2, 5, 10]] = True  # segments: 2 and 3 rows of the first, 3 of the third, 2 and 6 of the last
@@ -104,7 +104,11 @@ def test_sequences_of_unequal_lengths_are_never_padded():
     assert segments.runs == [(2, 5), (1, 3), (3, 1)]
     assert sum(steps * width for steps, width in segments.runs) == 16
     assert sorted(segments.rows.tolist()) == list(range(16))
-    assert segments.rows[segments.indices].tolist() == list(range(16))
+    padded = sequences.padded_segments
+    assert padded.batch_sizes.tolist() == [5, 5, 4, 4, 4, 4]
+    assert padded.runs == [(2, 5), (4, 4)]
+    for one in (segments, padded):
+        assert one.rows[one.indices].tolist() == list(range(16))
     observations = torch.randn(16, 3, dtype=torch.float64)
     found = policy(observations, sequences)[1]
     for index, rows in enumerate(torch.arange(16).split(lengths.tolist())):
@@ -133,7 +137,8 @@ def test_memory_after_a_sequence_is_the_state_of_its_last_step():
     observations, starts, _ = random_episodes(LENGTH, NUM_ENVS)
     memory = random_memory(policy, NUM_ENVS)
     expected = step_by_step(policy, observations, starts, memory)[2][-1]
-    after = policy._run_cores(observations.transpose(0, 1).flatten(0, 1), whole(starts, memory))[2]
+    segments = whole(starts, memory).segments
+    after = policy._run_cores(observations.transpose(0, 1).flatten(0, 1), segments, memory)[2]
     for one, other in zip(leaves(after), leaves(expected), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 

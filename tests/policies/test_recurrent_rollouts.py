@@ -151,7 +151,8 @@ def test_burn_in_recomputes_the_state_without_gradient():
     torch.testing.assert_close(values, torch.cat(expected), rtol=0, atol=1e-12)
     # The gradient treats the memory as a constant.
     values.square().sum().backward()
-    made_anew = policy._run_cores(batch.sequences.burn_in_observations, batch.sequences.burn_in)[2]
+    burn_in = batch.sequences.burn_in
+    made_anew = policy._run_cores(batch.sequences.burn_in_observations, burn_in.segments, burn_in.memory)[2]
     batch.sequences.burn_in, batch.sequences.memory = None, map_leaves(torch.Tensor.detach, made_anew)
     plain(batch.observations, batch.sequences)[1].square().sum().backward()
     for one, other in zip(policy.parameters(), plain.parameters(), strict=True):
