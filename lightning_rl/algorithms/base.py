@@ -114,7 +114,7 @@ class OnPolicyAlgorithm(LightningModule):
     """Base of the algorithms: a subclass defines `update(rollout)` and `loss(batch)`.
 
     Each group of options, such as `optimizer`, is a dataclass. A dict such as `{"max_grad_norm": 1.0}` changes single
-    options of the algorithm's default.
+    options of the algorithm's default. An unknown option or value out of range raises a `ConfigurationError`.
 
     Args:
         observation_space: Observation space of one environment, or its description by `space_to_dict`.
@@ -127,7 +127,7 @@ class OnPolicyAlgorithm(LightningModule):
         advantages: How advantages and value targets are computed.
         normalization: Running normalization of observations, rewards and values.
         debug: Checks, histograms and the choice of code paths.
-        **unknown: Options that neither this class nor the algorithm has; raises an error with similar names.
+        **unknown: Unknown options; the error has similar names.
 
     Attributes:
         options: All options as plain data, by full names such as `optimizer.max_grad_norm`.
@@ -143,9 +143,6 @@ class OnPolicyAlgorithm(LightningModule):
         not_in_checkpoints: Names of replays that checkpoints leave out.
         skipped_updates: Number of consecutive rollouts whose updates were skipped.
         updating: Whether a rollout is being learned from. Stays true after an exception.
-
-    Raises:
-        ConfigurationError: An option is unknown or out of range.
     """
 
     learns_off_policy = False
@@ -214,18 +211,15 @@ class OnPolicyAlgorithm(LightningModule):
     # ------------------------------------------------------------------ a subclass defines
 
     def update(self, rollout: Rollout) -> None:
-        """Learn from one rollout: the lines of the algorithm's box in its paper.
+        """Learn from one rollout, `[T, B, ...]`: the lines of the algorithm's box in its paper.
 
         Most algorithms take gradient steps on minibatches:
 
             for minibatch in self.minibatches(self.batch(rollout), num_epochs, num_minibatches):
                 self.descend(self.loss, minibatch)
 
-        `training_step` calls this method once per rollout. It sets scheduled options before, and afterwards updates
-        normalizers, clock and log. `descend` clips gradients and skips a step that is not finite.
-
-        Args:
-            rollout: T steps of each of the B environments of this rank. Its tensors have the shape `[T, B, ...]`.
+        `training_step` sets scheduled options before, and afterwards updates normalizers, clock and log. `descend`
+        clips gradients and skips a step that is not finite.
         """
         raise NotImplementedError(f"{type(self).__name__} has no update(rollout)")
 
@@ -238,12 +232,10 @@ class OnPolicyAlgorithm(LightningModule):
             loss.add_value(values, 0.5)
             return loss
 
-        `Loss` takes the means over the rows of all ranks. `compute_loss` calls this method too: it must not change the
-        model, and works without a Trainer.
-
-        Args:
-            batch: Rows `[N, ...]` with `observations`, `actions`, the acting policy's `log_probs` and `values`,
-                `advantages`, `returns`, and the tensors that `update` added in `self.batch(rollout, name=tensor)`.
+        The rows `[N, ...]` have `observations`, `actions`, the acting policy's `log_probs` and `values`, `advantages`,
+        `returns`, and the tensors that `update` added in `self.batch(rollout, name=tensor)`. `Loss` takes means over
+        the rows of all ranks. `compute_loss` calls this method too: it must not change the model, and works without a
+        Trainer.
         """
         raise NotImplementedError(f"{type(self).__name__} has no loss(batch), which compute_loss calls")
 
@@ -260,18 +252,13 @@ class OnPolicyAlgorithm(LightningModule):
         return None
 
     def minibatch_order(self, num_items: int) -> Tensor:
-        """Return the order of the rows in one pass, `[M]`: indices below `num_items`, which may be omitted or repeated.
-
-        If the policy has memory, these are the indices of sequences.
-        """
+        """Return the order of the rows in one pass, indices `[M]`. With memory, these are the indices of sequences."""
         return torch.randperm(num_items, generator=self.generator)
 
     def make_policy(self) -> ActorCritic:
-        """Return the policy."""
         return ActorCritic(self.observation_space, self.action_space, **self.policy_options())
 
     def make_estimator(self, **options: Any) -> AdvantageEstimator:  # noqa: ANN401 - keywords of AdvantageEstimator
-        """Return the estimator of advantages and returns."""
         return AdvantageEstimator(self.policy, self.normalizers, **options)
 
     def default_optimizer(self) -> ClassSpec:
@@ -314,10 +301,7 @@ class OnPolicyAlgorithm(LightningModule):
                 self.on_pass_end(batch, "update" if num_epochs is None else name)
 
     def one_pass(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
-        """Yield the minibatches of one pass over a batch.
-
-        With several ranks, the k-th minibatches of all ranks are one minibatch: `weight` divides by the rows of all.
-        """
+        """Yield the minibatches of one pass; `weight` divides by the rows of all ranks in the k-th one."""
         order = self.minibatch_order(batch.num_items)
         may_lack_rows = batch.sequences is not None or len(order) < num_minibatches
         minibatches = self.estimator.minibatches(batch, order, num_minibatches, self.steps.engine.compiles_loss)
@@ -361,8 +345,8 @@ class OnPolicyAlgorithm(LightningModule):
     ) -> float:
         """Return the initial value of an option that may be a schedule, to store it as the attribute `name`.
 
-        A schedule sets this attribute before each update, and logs it. The attribute belongs to `owner`, by default the
-        algorithm. `option` is the full name of the option in errors, by default `name`.
+        A schedule sets this attribute of `owner`, by default the algorithm, before each update, and logs it. `option`
+        is the full name of the option in errors, by default `name`.
 
         Raises:
             ConfigurationError: The value is neither a number within the bounds nor a schedule.
@@ -380,7 +364,6 @@ class OnPolicyAlgorithm(LightningModule):
         self.options |= plain_options(flat(given, default_groups(type(self))))
 
     def policy_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of `ActorCritic`."""
         return {name: self.options[option] for name, option in POLICY_OPTIONS.items()}
 
     # ------------------------------------------------------------------ learning from a rollout
@@ -442,7 +425,6 @@ class OnPolicyAlgorithm(LightningModule):
         return rates | {name: value for name, value in scheduled.items() if name not in RATES}
 
     def _commit_update(self, rollout: Rollout) -> None:
-        """Keep the effects of the updates from a rollout."""
         if self.normalizers.of_values is not None and not self.steps.has_value:
             raise RuntimeError("normalization.values needs a value loss: call loss.add_value")
         self.skipped_updates = 0
@@ -461,7 +443,6 @@ class OnPolicyAlgorithm(LightningModule):
         self.normalizers.reset_returns()
 
     def _roll_back(self) -> None:
-        """Restore replays and normalizers from before updates that failed."""
         for replay in self.replays.values():
             replay.rollback()
         self.normalizers.rollback()
@@ -498,9 +479,9 @@ class OnPolicyAlgorithm(LightningModule):
     def forward(self, observations: Nested, deterministic: bool = True, memory: Nested | None = None) -> Nested:
         """Return actions `[B, ...]` for observations `[B, *shape]`: modes, or samples unless `deterministic`.
 
-        A recurrent policy needs its state: `self.policy.initial_memory(B)` at the start of episodes, then the state
-        that was returned last. It returns actions and the next state, as a pair.
-        `lightning_rl.policies.interface.to_environment` clips, shifts and shapes actions for an environment.
+        A recurrent policy needs its state, `self.policy.initial_memory(B)` or the state returned last, and returns
+        actions and the next state as a pair. `lightning_rl.policies.interface.to_environment` makes actions for an
+        environment.
         """
         if memory is None:
             return self.policy.act(observations, deterministic=deterministic).environment_action
@@ -578,8 +559,7 @@ class OnPolicyAlgorithm(LightningModule):
         """Return the callbacks that every run needs; call `super()` when you override it.
 
         Raises:
-            ConfigurationError: The Trainer has Lightning's learning rate or batch size finder, or clips or accumulates
-                gradients.
+            ConfigurationError: The Trainer tunes learning rate or batch size, or clips or accumulates gradients.
         """
         filter_misleading_warnings()
         # First: Lightning's own errors would suggest something else.
@@ -602,10 +582,7 @@ class OnPolicyAlgorithm(LightningModule):
         check_spaces(self, self.trainer.datamodule)  # type: ignore[attr-defined]
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        """Raise a `ConfigurationError` if an option does not work with the Trainer or the shape `(T, B)` of rollouts.
-
-        Runs before anything is collected or written.
-        """
+        """Raise a `ConfigurationError` if an option does not suit the Trainer or the shape `(T, B)` of rollouts."""
         has_update = type(self).update is not OnPolicyAlgorithm.update
         check(has_update, "model", type(self).__name__, "a subclass that defines update(rollout)")
         check_trainer(self, trainer, rollout_shape)
@@ -679,15 +656,13 @@ class OnPolicyAlgorithm(LightningModule):
     def init_from(self, path: str | Path, parts: Sequence[Part] | None = None) -> WarmStart:
         """Copy the parameters that fit from a checkpoint of any algorithm, to start a new run with them.
 
-        Unlike `ckpt_path`, optimizer and clock start from the beginning, and network and spaces may differ.
+        Unlike `ckpt_path`, optimizer and clock start from the beginning, and network and spaces may differ. The result
+        says which tensors were copied.
 
         Args:
             path: Path of the checkpoint.
             parts: Some of `policy` (includes an encoder that actor and critic share), `critic` and `normalizers`. None
                 copies all that the checkpoint has.
-
-        Returns:
-            Which tensors were copied, and which not.
 
         Raises:
             ConfigurationError: The file is not a checkpoint of this package, or nothing of a requested part fits.

@@ -43,7 +43,6 @@ class ReturnEstimator(AdvantageEstimator):
 
     @torch.no_grad()
     def _log_rhos(self, rollout: Rollout) -> Tensor:
-        """Return the log importance ratios, `[T, B]`."""
         steps = unroll(rollout)
         batch = steps.batch
         log_rhos = on_rows(self.policy, batch)[0].log_prob(batch.actions) - batch.log_probs
@@ -53,7 +52,7 @@ class ReturnEstimator(AdvantageEstimator):
 class CriticPretraining(OnPolicyAlgorithm):
     """Learn the value of a policy that does not change, usually one loaded by `init_from`.
 
-    Any algorithm can start from its checkpoint by `init_from`.
+    Any algorithm can start from its checkpoint by `init_from`. The policy must have parameters of the critic alone.
 
     Args:
         target: `discounted_return`: discounted rewards to the end of the episode or rollout plus the value of the
@@ -66,10 +65,6 @@ class CriticPretraining(OnPolicyAlgorithm):
         reward_scale: Multiplier of the rewards.
         reward_clip: Clipping of the scaled rewards: `abs_one`, `soft_asymmetric` or a number, see `EnvConfig`.
         **kwargs: Options of `OnPolicyAlgorithm`.
-
-    Raises:
-        ConfigurationError: An option is out of range, or no parameter of the policy has a name that begins with
-            `critic_` or `value_`.
     """
 
     without_effect: ClassVar[Mapping[str, str]] = {

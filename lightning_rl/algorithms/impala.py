@@ -37,11 +37,9 @@ class IMPALA(OnPolicyAlgorithm):
         vtrace_lambda: λ of the trace coefficients, 0 to 1. May be a schedule.
         clip_rho: ρ̄, maximum importance ratio in temporal differences; determines the policy whose values are learned.
             None does not clip.
-        clip_c: c̄, maximum importance ratio in traces; affects the speed of learning, not the values learned. None does
-            not clip.
+        clip_c: c̄, maximum importance ratio in traces; affects only the speed of learning. None does not clip.
         clip_pg_rho: Maximum importance ratio in advantages. None does not clip.
-        vtrace_leak: Weight of the unclipped ratio in these ratios: 0 is V-trace, above 0 leaky V-trace (Zahavy et al.
-            2020), 1 does not clip.
+        vtrace_leak: Weight of the unclipped ratio: 0 is V-trace, above 0 leaky V-trace (Zahavy et al. 2020).
         clip_advantage: Replace negative advantages by 0.
         value_coef: Weight of the value loss ½(V - V-trace target)².
         entropy_coef: Weight of the entropy bonus. May be a schedule.
@@ -141,13 +139,7 @@ class IMPALA(OnPolicyAlgorithm):
         return loss
 
     def vtrace(self, steps: Unroll, log_rhos: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return V-trace advantages and value targets, `[T, B]` (equation 1 and section 4.2).
-
-        Args:
-            steps: The unroll.
-            log_rhos: Log importance ratios of its rows, `[N]`.
-            values: The learner's values of its rows, `[N]`.
-        """
+        """Return V-trace advantages and value targets, `[T, B]`, from log ratios and the learner's values, `[N]`."""
         rollout, estimator = steps.rollout, self.estimator
         values = steps.grid(values, rollout.values)
         reached = rollout.next_values if self.is_on_policy(rollout) else values_reached(self.policy, rollout, values)

@@ -28,10 +28,6 @@ class VTraceEstimator(AdvantageEstimator):
     """Computes advantages and value targets by V-trace (Espeholt et al. 2018) with importance ratios clipped at 1."""
 
     def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Return advantages and value targets `[T, B]` of a rollout from `OverlappedPPO.reevaluated`.
-
-        With importance ratios of 1 they are generalized advantage estimates.
-        """
         assert rollout.log_rhos is not None
         targets, advantages = rl.vtrace(
             rollout.log_rhos,
@@ -81,10 +77,7 @@ class OverlappedPPO(PPO):
 
     @torch.no_grad()
     def reevaluated(self, rollout: Rollout) -> Rollout:
-        """Return a copy of a rollout with log-probabilities and values of the current policy.
-
-        Its `log_rhos` are the log importance ratios of the current policy over the one that acted, `[T, B]`.
-        """
+        """Return a copy with log-probabilities and values of the current policy, and its `log_rhos`, `[T, B]`."""
         if rollout.memory is None:
             acted = map_leaves(itemgetter(slice(rollout.shape[0])), rollout.observations)
             now = in_chunks(lambda pair: self.policy.log_prob(*pair), (acted, rollout.actions), lead=2)

@@ -36,11 +36,7 @@ Architecture = Literal["dual", "shared", "detached"]
 class AuxiliaryActorCritic(ActorCritic):
     """An actor-critic with an auxiliary value head on the features of the policy (Cobbe et al. 2021, section 2).
 
-    Args:
-        observation_space: Observation space of one environment.
-        action_space: Action space of one environment.
-        architecture: See `PPG`.
-        **options: Options of `ActorCritic` except `shared_encoder`.
+    `architecture` is documented in `PPG`; all options of `ActorCritic` except `shared_encoder` work too.
     """
 
     def __init__(
@@ -86,10 +82,9 @@ class PPG(PPO):
     Args:
         num_policy_iterations: N_π, rollouts of a policy phase.
         num_aux_epochs: E_aux, passes of an auxiliary phase over all of its rollouts.
-        num_aux_minibatches: Minibatches of each of these passes. None takes as many as the passes of all rollouts of
-            the policy phase have together.
-        aux_sequences: Cut these minibatches from whole sequences, the steps of one environment in one rollout, instead
-            of single steps.
+        num_aux_minibatches: Minibatches of each of these passes. None takes as many as all rollouts of the policy phase
+            have in a pass.
+        aux_sequences: Cut these minibatches from whole sequences, the steps of one environment in one rollout.
         cloning_coef: β_clone, weight of the divergence from the policy before the auxiliary phase.
         aux_value_coef: Weight of the true value's loss in the auxiliary phase.
         aux_clip_range_value: Clip the change of both values since the rollout to ± this in the auxiliary phase. None
@@ -106,8 +101,7 @@ class PPG(PPO):
         value_coef: Weight of the value loss ½(V - return)² in the policy phase.
         entropy_coef: Weight of the entropy bonus. May be a schedule.
         optimizer: Optimizer of both phases; gradients are not clipped by default.
-        advantages: How advantages and value targets are computed; advantages are normalized over the rollout by
-            default.
+        advantages: Computation of advantages and value targets; normalized over the rollout by default.
         **kwargs: Options of `PPO`, for the policy phase.
     """
 
@@ -270,12 +264,7 @@ class PPG(PPO):
         check(needed <= self.aux_memory_gib, "aux_memory_gib", self.aux_memory_gib, expected)
 
     def store_rollout(self, rollout: Rollout, batch: Batch) -> None:
-        """Store observations, values and returns of a rollout for the auxiliary phase.
-
-        Args:
-            rollout: The rollout.
-            batch: Its steps, with the field `places`: their indices t · B + b.
-        """
+        """Store a rollout for the auxiliary phase; `batch` has its steps, with their indices t · B + b as `places`."""
         drop_unless_alike(self.kept, Layout.of(rollout.shape, rollout.memory, rollout.burn_in), "the policy phase")
         length, _ = rollout.shape
         fields = {"observations": map_leaves(lambda x: x[:length], rollout.observations)}
@@ -296,19 +285,13 @@ class PPG(PPO):
         )
 
     def auxiliary_minibatches(self) -> Iterator[Batch]:
-        """Yield the minibatches of one pass over the stored steps, in random order, without those that lack rows.
-
-        With several ranks, the k-th minibatches of all ranks are one minibatch.
-        """
+        """Yield the minibatches of one pass over the stored steps, in random order, without those that lack rows."""
         for _, minibatch in self._stored_minibatches(self.minibatch_order):
             if minibatch.weight:
                 yield minibatch
 
     def _stored_minibatches(self, order: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, Batch]]:
-        """Yield minibatches of the stored steps, or of their sequences, and the addresses of their rows.
-
-        Each minibatch is copied to the device when it is its turn.
-        """
+        """Yield minibatches of the stored steps or sequences, each copied to the device, and their rows' addresses."""
         has_memory = self.policy.memory is not None
         addresses, sequences = self.kept.cut() if has_memory or self.aux_sequences else (self.kept.steps(), None)
         steps = Batch({"addresses": addresses, **self.kept.gather(addresses, only="weights")}, sequences=sequences)

@@ -43,10 +43,9 @@ class PPO(OnPolicyAlgorithm):
         clip_range: ε: the importance ratio is clipped to [1 - ε, 1 + ε]. None disables clipping. May be a schedule.
         value_coef: Weight of the value loss ½(V - return)².
         entropy_coef: Weight of the entropy bonus. May be a schedule.
-        target_kl: Stop the updates from a rollout once the approximate KL divergence between the policy that collected
-            it and the current one exceeds 1.5 times this. None never stops. May be a schedule.
-        advantages: How advantages and value targets are computed; advantages are normalized over each minibatch by
-            default.
+        target_kl: Stop the updates from a rollout once the approximate KL divergence of the current policy from the one
+            that collected it exceeds 1.5 times this. None never stops. May be a schedule.
+        advantages: Computation of advantages and value targets; normalized over each minibatch by default.
         clipping: Further limits on how far one rollout may change policy and values.
         **kwargs: Options of `OnPolicyAlgorithm`.
     """
@@ -144,12 +143,7 @@ class PPO(OnPolicyAlgorithm):
         return loss
 
     def add_policy_terms(self, loss: Loss, distribution: Distribution) -> None:
-        """Add the surrogate loss (equation 7) and the entropy bonus; override it to add further terms.
-
-        Args:
-            loss: Loss over a minibatch.
-            distribution: Action distribution of the current policy for its rows.
-        """
+        """Add the surrogate loss (equation 7) and the entropy bonus; override it to add further terms."""
         batch, (low, high) = loss.batch, self.clip_ranges
         log_probs = distribution.log_prob(batch.actions)
         log_ratios = loss.log_ratios(log_probs)

@@ -31,8 +31,7 @@ class PPOKLPenalty(PPO):
         β · KL + kl_cutoff_coef · max(KL - kl_cutoff_factor · adaptive_kl_target, 0)²
 
     with KL the mean exact divergence KL(old ‖ new) of the current policy from the one that acted. After the updates
-    from a rollout, β is multiplied by 1.5 if KL is above the target, and divided by 1.5 if KL is below (see
-    `lightning_rl.functional.adapted_kl_coef`).
+    from a rollout, `lightning_rl.functional.adapted_kl_coef` adapts β, the buffer `kl_coef`.
 
     Args:
         initial_kl_coef: Initial β; 0 disables the adaptive penalty.
@@ -42,9 +41,6 @@ class PPOKLPenalty(PPO):
         kl_cutoff_coef: Coefficient of the second penalty; 0 disables it.
         clip_range: As in `PPO`.
         **kwargs: Options of `PPO`.
-
-    Attributes:
-        kl_coef: β, a buffer.
     """
 
     kl_coef: Tensor

@@ -25,7 +25,7 @@ from lightning_rl.validation import check_number, check_positive_int
 
 
 class VMPO(OnPolicyAlgorithm):
-    """V-MPO: fit the policy to the better half of its own actions, weighted by exp(advantage / η).
+    """V-MPO: fit the policy to the actions with above-median advantages, weighted by exp(advantage / η).
 
     Each gradient step is on (equations 3 to 6)
 

@@ -1,7 +1,4 @@
-"""Checks of shapes and ranges, where broadcasting would silently give a wrong number.
-
-The checks read shapes and Python numbers, not tensor values, so that the host never waits for the device.
-"""
+"""Checks of shapes and ranges. They read no tensor values, so that the host never waits for the device."""
 
 import torch
 from torch import Tensor

@@ -12,33 +12,21 @@ from lightning_rl.functional._checks import computation_dtype
 
 
 def policy_gradient_loss(log_probs: Tensor, advantages: Tensor) -> Tensor:
-    """Compute the policy-gradient loss `-log_prob * advantage` (Sutton et al., 2000, theorem 1).
-
-    Args:
-        log_probs: Log-probabilities of the actions, any shape.
-        advantages: Advantages of the same shape; constants.
-
-    Returns:
-        The loss of each step.
-    """
+    """Return the loss `-log_prob * advantage` of each step (Sutton et al., 2000, theorem 1); any equal shapes."""
     check.same_shape(log_probs=log_probs, advantages=advantages)
     return -log_probs * advantages.detach()
 
 
 def clipped_surrogate_loss(log_ratios: Tensor, advantages: Tensor, clip_range: Tensor | float) -> Tensor:
-    """Compute PPO's clipped surrogate loss (Schulman et al., 2017, arXiv 1707.06347, eq. 7, negated).
+    """Return PPO's clipped surrogate loss of each step (Schulman et al., 2017, arXiv 1707.06347, eq. 7, negated).
 
     `-min(ratio * A, clip(ratio, 1 - clip_range, 1 + clip_range) * A)`: there is no gradient once the ratio has left the
     range in the direction that the advantage favors.
 
     Args:
         log_ratios: Any shape.
-        advantages: Advantages of the same shape; constants.
-        clip_range: The paper's epsilon, a scalar or broadcastable to `log_ratios`. `inf` disables clipping; 0 does
-            not, it clips to a ratio of 1.
-
-    Returns:
-        The loss of each step.
+        advantages: The same shape; constants.
+        clip_range: The paper's epsilon, a scalar or broadcastable. `inf` disables clipping; 0 clips to a ratio of 1.
 
     Example:
         >>> clipped_surrogate_loss(torch.tensor([1.5, 0.5]).log(), torch.tensor([2.0, 2.0]), 0.2)
@@ -54,21 +42,18 @@ def dual_clipped_surrogate_loss(
     clip_range_high: Tensor | float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Compute PPO's clipped surrogate loss with a clip range for each side and an optional dual clip.
+    """Return PPO's clipped surrogate loss with a clip range for each side and an optional dual clip.
 
     The ratio is clipped to `[1 - clip_range_low, 1 + clip_range_high]`. If the advantage is negative, this loss still
-    grows without bound as the ratio grows. The dual clip (Ye et al., 2020, arXiv 1912.09729, eq. 5) limits the loss
-    to `-dual_clip * A` in this case, with no gradient for ratios above `dual_clip`.
+    grows without bound as the ratio grows. The dual clip (Ye et al., 2020, arXiv 1912.09729, eq. 5) limits the loss to
+    `-dual_clip * A` in this case, with no gradient for ratios above `dual_clip`.
 
     Args:
         log_ratios: Any shape.
-        advantages: Advantages of the same shape; constants.
-        clip_range_low: A scalar or broadcastable to `log_ratios`; 1 or more disables clipping on this side.
-        clip_range_high: A scalar or broadcastable to `log_ratios`; `inf` disables clipping on this side.
-        dual_clip: The paper's c, above 1; None disables the dual clip.
-
-    Returns:
-        The loss of each step.
+        advantages: The same shape; constants.
+        clip_range_low: A scalar or broadcastable; 1 or more disables clipping on this side.
+        clip_range_high: A scalar or broadcastable; `inf` disables clipping on this side.
+        dual_clip: The paper's c, above 1. None disables the dual clip.
 
     Example:
         >>> log_ratios, advantages = torch.tensor([1.5, 0.5, 5.0]).log(), torch.tensor([2.0, -2.0, -2.0])
@@ -100,17 +85,9 @@ def _is_finite(clip_range: Tensor | float) -> bool:
 def clip_indicator(
     log_ratios: Tensor, clip_range: Tensor | float, clip_range_high: Tensor | float | None = None
 ) -> Tensor:
-    """Mark the ratios outside the clip range, without gradient: 1 where `|ratio - 1| > clip_range`, else 0.
+    """Return 1 where `|ratio - 1| > clip_range`, else 0, without gradient; its mean is the usual `clip_fraction`.
 
-    The mean over valid steps is the usual `clip_fraction`.
-
-    Args:
-        log_ratios: Any shape.
-        clip_range: A scalar or broadcastable to `log_ratios`.
-        clip_range_high: Separate clip range for ratios above 1. None uses `clip_range`.
-
-    Returns:
-        Zeros and ones in the shape and dtype of `log_ratios`.
+    Clip ranges are scalars or broadcastable to `log_ratios`. `clip_range_high` is a separate one for ratios above 1.
     """
     high = clip_range if clip_range_high is None else clip_range_high
     check.clip_range(log_ratios, clip_range)
@@ -130,9 +107,8 @@ def approx_kl_k1(log_ratios: Tensor) -> Tensor:
 def approx_kl_k2(log_ratios: Tensor) -> Tensor:
     """Estimate `KL(old || new)` of each step in nats by `(log ratio)**2 / 2`: biased, never negative.
 
-    k2 of Schulman, 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html. Bias and error of the expected
-    gradient are of higher order in the policy change, so that its mean can serve as a KL penalty (Cobbe et al., 2021,
-    arXiv 2009.04416, section 3.6).
+    k2 of Schulman, 2020 (see `approx_kl_k1`). Bias and error of the expected gradient are of higher order in the policy
+    change, so that its mean can serve as a KL penalty (Cobbe et al., 2021, arXiv 2009.04416, section 3.6).
     """
     return 0.5 * log_ratios.square()
 
@@ -140,28 +116,20 @@ def approx_kl_k2(log_ratios: Tensor) -> Tensor:
 def approx_kl_k3(log_ratios: Tensor) -> Tensor:
     """Estimate `KL(old || new)` of each step in nats by `(ratio - 1) - log ratio`: unbiased, never negative.
 
-    k3 of Schulman, 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html; less noisy than k1.
+    k3 of Schulman, 2020 (see `approx_kl_k1`); less noisy than k1.
     """
     # Near the old policy this is about log_ratio**2 / 2, whose digits exp(x) - 1 would cancel.
     return log_ratios.expm1() - log_ratios
 
 
 def value_loss(values: Tensor, targets: Tensor) -> Tensor:
-    """Compute half the squared error, `0.5 * (value - target)**2`.
-
-    Args:
-        values: Predictions, any shape.
-        targets: Returns of the same shape; constants.
-
-    Returns:
-        The loss of each step.
-    """
+    """Return half the squared error of each step, `0.5 * (value - target)**2`; any equal shapes."""
     check.same_shape(values=values, targets=targets)
     return 0.5 * nn.functional.mse_loss(values, targets.detach(), reduction="none")
 
 
 def clipped_value_loss(values: Tensor, targets: Tensor, old_values: Tensor, clip_range: Tensor | float) -> Tensor:
-    """Compute PPO's clipped value loss (Engstrom et al., 2020, arXiv 2005.12729, section 3).
+    """Return PPO's clipped value loss of each step (Engstrom et al., 2020, arXiv 2005.12729, section 3).
 
     `0.5 * max((v - target)**2, (v_clipped - target)**2)` with
     `v_clipped = v_old + clip(v - v_old, -clip_range, clip_range)`.
@@ -170,11 +138,7 @@ def clipped_value_loss(values: Tensor, targets: Tensor, old_values: Tensor, clip
         values: Predictions, any shape.
         targets: Returns of the same shape; constants.
         old_values: Predictions of the same shape when the rollout was collected; constants.
-        clip_range: Maximum change of a value, in units of return, a scalar or broadcastable to `values`. `inf`
-            disables clipping.
-
-    Returns:
-        The loss of each step.
+        clip_range: Maximum change of a value, in units of return, a scalar or broadcastable. `inf` disables clipping.
     """
     check.same_shape(values=values, targets=targets, old_values=old_values)
     check.clip_range(values, clip_range)
@@ -184,17 +148,9 @@ def clipped_value_loss(values: Tensor, targets: Tensor, old_values: Tensor, clip
 
 
 def huber_value_loss(values: Tensor, targets: Tensor, delta: float) -> Tensor:
-    """Compute the Huber loss (Huber, 1964): half the squared error up to `delta`, linear beyond.
+    """Return the Huber loss of each step (Huber, 1964), with `e = value - target` of any shape.
 
     `0.5 * e**2` where `|e| <= delta`, else `delta * (|e| - 0.5 * delta)`.
-
-    Args:
-        values: Predictions, any shape.
-        targets: Returns of the same shape; constants.
-        delta: Absolute error at which the loss becomes linear, in units of the values.
-
-    Returns:
-        The loss of each step.
     """
     check.same_shape(values=values, targets=targets)
     check.not_negative(delta=delta)
@@ -205,32 +161,17 @@ def huber_value_loss(values: Tensor, targets: Tensor, delta: float) -> Tensor:
 
 
 def value_cloning_loss(values: Tensor, old_values: Tensor) -> Tensor:
-    """Compute `(value - old_value)**2`, without ½ (Rolnick et al., 2019, arXiv 1811.11682, section 3).
-
-    Args:
-        values: Predictions, any shape.
-        old_values: Predictions of an earlier critic, of the same shape; constants.
-
-    Returns:
-        The loss of each step.
-    """
+    """Return `(value - old_value)**2` of each step, without ½ (Rolnick et al., 2019, arXiv 1811.11682, section 3)."""
     check.same_shape(values=values, old_values=old_values)
     return (values - old_values.detach()).square()
 
 
 @torch.no_grad()
 def explained_variance(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Compute `1 - Var[target - prediction] / Var[target]`, without gradient.
+    """Return `1 - Var[target - prediction] / Var[target]`, a scalar without gradient; NaN if the targets do not vary.
 
-    1 if predictions equal the targets up to a constant, 0 for a constant prediction, negative if worse than that.
-
-    Args:
-        predictions: Any shape.
-        targets: Of the same shape.
-        weights: Weights >= 0 of the same shape; None for equal weights.
-
-    Returns:
-        A scalar; NaN if the targets do not vary.
+    1 if predictions equal the targets up to a constant, 0 for a constant prediction, negative if worse than that. The
+    arguments have equal shapes; `weights` are at least 0, None for equal weights.
     """
     dtype = computation_dtype(predictions, targets)
     check.same_shape(targets=targets, predictions=predictions)
@@ -260,16 +201,10 @@ def _centered(x: Tensor, weights: Tensor) -> Tensor:
 
 @torch.no_grad()
 def normalize_rows(x: Tensor, eps: float = 1e-8) -> Tensor:
-    """Normalize each row to mean 0 and standard deviation 1: `(x - mean) / (std + eps)`, without gradient.
+    """Return `(x - mean) / (std + eps)` of each row of `[..., N]`, without gradient; rows of equal entries become 0.
 
-    The standard deviation is the unbiased one, as in CleanRL, Stable-Baselines3 and DI-engine.
-
-    Args:
-        x: `[..., N]`; half precision is computed in float32.
-        eps: Added to the standard deviation.
-
-    Returns:
-        `[..., N]`; rows of equal entries, or of one entry, are 0.
+    The standard deviation is the unbiased one, as in CleanRL, Stable-Baselines3 and DI-engine. Half precision is
+    computed in float32.
     """
     check.not_negative(eps=eps)
     x = x.to(computation_dtype(x))
@@ -284,15 +219,12 @@ def normalize_rows(x: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def kl_cutoff_penalty(kl: Tensor, cutoff: float, coef: float) -> Tensor:
-    """Compute the KL cutoff penalty of TF-Agents' `PPOAgent`, `coef * max(kl - cutoff, 0)**2`.
+    """Return the KL cutoff penalty of TF-Agents' `PPOAgent`, `coef * max(kl - cutoff, 0)**2`, a scalar.
 
     Args:
         kl: Mean KL divergence from the policy that acted, a scalar in nats.
         cutoff: Largest divergence without a penalty, in nats.
         coef: Coefficient of the squared excess.
-
-    Returns:
-        The penalty, a scalar.
 
     Example:
         >>> kl_cutoff_penalty(torch.tensor(0.5), 0.25, 1000.0)
@@ -304,20 +236,17 @@ def kl_cutoff_penalty(kl: Tensor, cutoff: float, coef: float) -> Tensor:
 
 @torch.no_grad()
 def adapted_kl_coef(coef: Tensor, kl: Tensor, target: float, tolerance: float) -> Tensor:
-    """Adapt the coefficient of a KL penalty (Schulman et al., 2017, arXiv 1707.06347, section 4).
+    """Return the coefficient of a KL penalty for the next updates (Schulman et al., 2017, arXiv 1707.06347, section 4).
 
-    The coefficient is multiplied by 1.5 if `kl > target * (1 + tolerance)`, and divided by 1.5 if
-    `kl < target * (1 - tolerance)`, as in TF-Agents, and clamped to [1e-15, 1e17], so that it never becomes 0 or
-    infinite. (The paper multiplies or divides by 2 outside of `[target / 1.5, target * 1.5]`.)
+    The coefficient is multiplied by 1.5 if `kl > target * (1 + tolerance)`, and divided by 1.5 if `kl < target * (1 -
+    tolerance)`, as in TF-Agents, and clamped to [1e-15, 1e17], so that it never becomes 0 or infinite. (The paper
+    multiplies or divides by 2 outside of `[target / 1.5, target * 1.5]`.)
 
     Args:
         coef: Current coefficient, a scalar.
         kl: Mean KL divergence after the updates with `coef`, a scalar in nats; NaN does not change the coefficient.
         target: Desired divergence, in nats.
         tolerance: Largest relative deviation from the target that does not change the coefficient.
-
-    Returns:
-        The coefficient for the next updates, a scalar in the dtype of `coef`.
     """
     check.not_negative(target=target, tolerance=tolerance)
     high, low = target * (1 + tolerance), target * (1 - tolerance)

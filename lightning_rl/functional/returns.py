@@ -16,8 +16,9 @@ Three tensors say how episodes end, so that no function takes `done`:
 * `next_values[t]` is the value of the observation that action `t` led to. At the end of an episode this is its final
   observation, not the first one of the next episode: a truncated episode bootstraps where it was cut.
 
-Tensors are time-major, `[T, B, ...]`. Results are computed **without gradient** and in at least float32; the inputs
-are not modified. All inputs must be finite, even where a discount or trace is 0, since `0 * nan` is `nan`.
+Tensors are time-major, `[T, B, ...]`; discounts and traces may also be scalars. Results have the units of rewards, and
+are computed **without gradient** and in at least float32; the inputs are not modified. All inputs must be finite, even
+where a discount or trace is 0, since `0 * nan` is `nan`.
 """
 
 from typing import NamedTuple
@@ -30,12 +31,7 @@ from lightning_rl.functional._checks import computation_dtype
 
 
 class VTraceReturns(NamedTuple):
-    """Targets and advantages of `vtrace`.
-
-    Attributes:
-        targets: The value targets `vs`, `[T, B, ...]`, in units of return.
-        advantages: Policy-gradient advantages, multiplied by the clipped importance ratio, `[T, B, ...]`.
-    """
+    """Value targets `vs` and policy-gradient advantages, times the clipped importance ratio; both `[T, B, ...]`."""
 
     targets: Tensor
     advantages: Tensor
@@ -50,13 +46,10 @@ def reverse_scan(x: Tensor, decay: Tensor | float, initial: Tensor | None = None
     an episode gives bit-identical results at any position in a rollout.
 
     Args:
-        x: `[T, ...]`, of any real dtype.
+        x: `[T, ...]`, of any real dtype. The result has its shape and the promoted dtype, at least float32.
         decay: A scalar, or broadcastable to `x` with as many dimensions. Products of consecutive decays must not
             overflow.
         initial: `y[T]`, `[...]`. None is 0.
-
-    Returns:
-        `y`, with the shape of `x`, in the promoted dtype of the tensors, at least float32.
 
     Example:
         >>> reverse_scan(torch.tensor([1.0, 2.0, 3.0]), 0.5, torch.tensor(8.0))
@@ -85,20 +78,11 @@ def reverse_scan(x: Tensor, decay: Tensor | float, initial: Tensor | None = None
 
 @torch.no_grad()
 def discounted_returns(rewards: Tensor, discounts: Tensor | float, bootstrap: Tensor) -> Tensor:
-    """Compute discounted returns, bootstrapped at the end of the rollout.
+    """Compute `R[t] = rewards[t] + discounts[t] * R[t + 1]` with `R[T] = bootstrap`, `[T, B, ...]`.
 
-    `R[t] = rewards[t] + discounts[t] * R[t + 1]`, `R[T] = bootstrap`.
-
-    Only terminal states end a return: after a truncation it would include rewards of the next episode. If episodes can
-    be truncated, use `td_lambda_returns` with `lambda_ = 1`.
-
-    Args:
-        rewards: `[T, B, ...]`.
-        discounts: `gamma * (1 - terminated)`, a scalar or broadcastable to `rewards`.
-        bootstrap: Value of the observation after the last step, `[B, ...]`.
-
-    Returns:
-        The returns, `[T, B, ...]`, in units of reward.
+    `bootstrap` `[B, ...]` is the value of the observation after the last step. Only terminal states end a return: after
+    a truncation it would include rewards of the next episode. If episodes can be truncated, use `td_lambda_returns`
+    with `lambda_ = 1`.
     """
     check.broadcasts(rewards, discounts=discounts)
     if bootstrap.shape != rewards.shape[1:]:
@@ -114,18 +98,9 @@ def td_lambda_returns(
     """Compute TD(lambda) returns (Sutton and Barto, 2018, "Reinforcement Learning", eq. 12.18).
 
     `G[t] = rewards[t] + discounts[t] * ((1 - traces[t]) * next_values[t] + traces[t] * G[t + 1])`,
-    `G[T] = next_values[-1]`.
+    `G[T] = next_values[-1]`; all `[T, B, ...]`.
 
     This equals `gae(…) + values` if `next_values[t] == values[t + 1]` wherever `traces[t] > 0`.
-
-    Args:
-        rewards: `[T, B, ...]`.
-        next_values: Value of the observation that each action led to, `[T, B, ...]`.
-        discounts: `gamma * (1 - terminated)`, a scalar or broadcastable to `rewards`.
-        traces: `lambda_ * (1 - (terminated | truncated))`, a scalar or broadcastable to `rewards`.
-
-    Returns:
-        The returns, `[T, B, ...]`, in units of reward.
     """
     check.same_shape(rewards=rewards, next_values=next_values)
     check.broadcasts(rewards, discounts=discounts, traces=traces)
@@ -142,21 +117,17 @@ def gae(
     """Estimate advantages by GAE (Schulman et al., 2016, arXiv 1506.02438, eq. 16).
 
     `A[t] = delta[t] + discounts[t] * traces[t] * A[t + 1]`, `A[T] = 0`, with the temporal differences
-    `delta = rewards + discounts * next_values - values`.
+    `delta = rewards + discounts * next_values - values`. Value targets are advantages plus `values`.
 
     Args:
-        rewards: `[T, B, ...]`.
-        values: Value of the observation that each action was taken in, `[T, B, ...]`.
-        next_values: Value of the observation that each action led to, `[T, B, ...]`.
-        discounts: `gamma * (1 - terminated)`, a scalar or broadcastable to `rewards`.
-        traces: `lambda_ * (1 - (terminated | truncated))`, a scalar or broadcastable to `rewards`.
-
-    Returns:
-        The advantages, `[T, B, ...]`, in units of reward. Value targets are advantages plus `values`.
+        rewards: `[T, B, ...]`, as all tensors here.
+        values: Value of the observation that each action was taken in.
+        next_values: Value of the observation that each action led to.
+        discounts: `gamma * (1 - terminated)`, or a scalar.
+        traces: `lambda_ * (1 - (terminated | truncated))`, or a scalar.
 
     Example:
-        A time limit ends an episode at step 0. The next episode, of which step 1 is the first, continues after the
-        rollout.
+        A time limit ends an episode at step 0; step 1 begins the next episode, which the rollout does not end.
 
         >>> ones, traces = torch.ones(2, 1), torch.tensor([[0.0], [0.95]])
         >>> gae(ones, 0 * ones, 10 * ones, 0.9, traces).squeeze(1)
@@ -192,26 +163,22 @@ def vtrace(
     advantages[t] = min(clip_pg_rho, rho[t]) * (q[t] - values[t])
     ```
 
-    On-policy and with all clips >= 1, `vs` is `gae` + `values`. With a `leak`, each `min(clip, rho)` becomes
-    `(1 - leak) * min(clip, rho) + leak * rho` (leaky V-trace, Zahavy et al., 2020, arXiv 2002.12928).
+    On-policy and with all clips >= 1, `vs` is `gae` + `values`. With a `leak`, each `min(clip, rho)` becomes `(1 -
+    leak) * min(clip, rho) + leak * rho` (leaky V-trace, Zahavy et al., 2020, arXiv 2002.12928).
 
     Args:
-        log_rhos: Log importance ratios `log pi(a) - log mu(a)`, learner `pi`, actor `mu`, `[T, B, ...]`. Sum them over
+        log_rhos: Log importance ratios `log pi(a) - log mu(a)`, learner `pi`, actor `mu`, `[T, B, ...]`, summed over
             the components of an action.
-        rewards: `[T, B, ...]`.
-        values: The learner's value of the observation that each action was taken in, `[T, B, ...]`.
-        next_values: The learner's value of the observation that each action led to, `[T, B, ...]`.
-        discounts: `gamma * (1 - terminated)`, a scalar or broadcastable to `rewards`.
-        traces: `lambda_ * (1 - (terminated | truncated))`, a scalar or broadcastable to `rewards`.
-        clip_rho: Maximum importance ratio in temporal differences; it determines the policy whose values are the
-            fixed point. None disables clipping.
-        clip_c: Maximum importance ratio in traces; it affects the speed of convergence, not the fixed point. None
-            disables clipping.
-        clip_pg_rho: Maximum importance ratio in advantages. None disables clipping.
+        rewards: As in `gae`.
+        values: As in `gae`, by the learner's critic.
+        next_values: As in `gae`, by the learner's critic.
+        discounts: As in `gae`.
+        traces: As in `gae`.
+        clip_rho: Maximum importance ratio in temporal differences; it determines the policy whose values are the fixed
+            point. None disables clipping, for all three.
+        clip_c: Maximum importance ratio in traces; it affects the speed of convergence, not the fixed point.
+        clip_pg_rho: Maximum importance ratio in advantages.
         leak: Weight of the unclipped importance ratio: 0 is V-trace, 1 disables all clipping.
-
-    Returns:
-        Value targets and advantages, `[T, B, ...]` each, without gradient.
     """
     check.same_shape(rewards=rewards, log_rhos=log_rhos, values=values, next_values=next_values)
     check.broadcasts(rewards, discounts=discounts, traces=traces)
@@ -236,6 +203,5 @@ def _bounded(rhos: Tensor, bound: float | None, leak: float) -> Tensor:
 
 
 def _as_floats(*arguments: Tensor | float) -> tuple[Tensor, ...]:
-    """Return all arguments as tensors of the dtype to compute in."""
     dtype = computation_dtype(*arguments)
     return tuple(torch.as_tensor(a, dtype=dtype) for a in arguments)

@@ -5,15 +5,10 @@ from torch import Tensor
 
 
 def better_half(advantages: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the indices of the half of the rows, rounded up, with the largest advantages.
+    """Return the indices of the half of the rows, rounded up, with the largest advantages, in decreasing order.
 
-    Args:
-        advantages: `[N]`.
-        weights: Weights of the rows, `[N]`. Rows of weight 0 are excluded before the split; other weights have no
-            effect. Counting these rows waits for the device.
-
-    Returns:
-        Indices `[ceil(n / 2)]` of the `n` rows that were not excluded, in order of decreasing advantage.
+    Advantages and weights are `[N]`. Rows of weight 0 are excluded before the split; other weights have no effect.
+    Counting these rows waits for the device.
     """
     if weights is None:
         return advantages.topk((len(advantages) + 1) // 2).indices
@@ -24,16 +19,13 @@ def better_half(advantages: Tensor, weights: Tensor | None = None) -> Tensor:
 def vmpo_policy_loss(
     log_probs: Tensor, advantages: Tensor, temperature: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Compute the policy loss -Σ ψ log π with ψ = softmax(A / η) (eqs. 3 and 4).
+    """Return the policy loss -Σ ψ log π with ψ = softmax(A / η) (eqs. 3 and 4), a scalar; 0 for no rows.
 
     Args:
-        log_probs: Log-probabilities of the actions of the better half, `[N]`. The loss of no rows is 0.
-        advantages: Advantages of these actions, `[N]`; constants.
-        temperature: Temperature η > 0, a scalar; a constant.
+        log_probs: Log-probabilities of the actions of the better half, `[N]`; the only argument with a gradient.
+        advantages: Advantages of these actions, `[N]`.
+        temperature: Temperature η > 0, a scalar.
         weights: Weights > 0 of the rows, `[N]`; ψ is proportional to weight · exp(A / η). None for equal weights.
-
-    Returns:
-        The loss, a scalar, with gradient in `log_probs` only.
     """
     psi = torch.softmax(_logits(advantages, temperature.detach(), weights), dim=0)
     return -(psi * log_probs).sum()
@@ -42,16 +34,13 @@ def vmpo_policy_loss(
 def vmpo_temperature_loss(
     advantages: Tensor, temperature: Tensor, epsilon: float, weights: Tensor | None = None
 ) -> Tensor:
-    """Compute the temperature loss η ε + η log mean exp(A / η), minimal at KL(ψ || uniform) = ε (eq. 5).
+    """Return the temperature loss η ε + η log mean exp(A / η), minimal at KL(ψ || uniform) = ε (eq. 5); 0 for no rows.
 
     Args:
-        advantages: Advantages of the better half, `[N]`. The loss of no rows is 0.
+        advantages: Advantages of the better half, `[N]`, detached: they would get a gradient.
         temperature: Temperature η > 0, a scalar.
         epsilon: Bound ε_η of KL(ψ || uniform), in nats.
         weights: Weights > 0 of the rows in the mean, `[N]`. None for equal weights.
-
-    Returns:
-        The loss, a scalar. Its gradient reaches `advantages` too, so pass them detached.
     """
     if len(advantages) == 0:  # a rank may have no row of a minibatch
         return 0 * temperature
@@ -59,15 +48,9 @@ def vmpo_temperature_loss(
 
 
 def lagrangian(divergence: Tensor, coefficient: Tensor, epsilon: float) -> Tensor:
-    """Compute α (ε - sg[KL]) + sg[α] KL: α grows while KL > ε, and penalizes KL (eq. 6).
+    """Return α (ε - sg[KL]) + sg[α] KL, a scalar: α > 0 grows while KL > ε, and penalizes KL (eq. 6).
 
-    Args:
-        divergence: Mean KL divergence, a scalar in nats.
-        coefficient: Multiplier α > 0, a scalar.
-        epsilon: Bound ε_α of the divergence, in nats.
-
-    Returns:
-        The loss, a scalar.
+    `divergence` is the mean KL divergence, and `epsilon` its bound ε_α, in nats.
     """
     return coefficient * (epsilon - divergence.detach()) + coefficient.detach() * divergence
 

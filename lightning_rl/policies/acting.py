@@ -32,14 +32,7 @@ def act(
     memory: Nested | None = None,
     episode_starts: Any = None,  # noqa: ANN401 - flags of one environment or several
 ) -> Nested:
-    """Return the action for one observation `[*shape]`, or actions for several, `[B, *shape]`.
-
-    See `OnPolicyAlgorithm.act` for the arguments.
-
-    Raises:
-        ConfigurationError: A part of the observation is missing or has another shape, or a policy without memory was
-            given one.
-    """
+    """Return the action for one observation `[*shape]`, or actions for several; see `OnPolicyAlgorithm.act`."""
     space = acting_space(policy, observation_space)
     parts = {path: np.asarray(_part(observation, path)) for path in space_leaves(space)}
     num_rows = _num_rows(space, parts)

@@ -120,9 +120,7 @@ class ActorCritic(nn.Module):
     def initial_memory(self, batch_size: int, critic: bool = True) -> Nested | None:
         """Return the recurrent state before an episode, `[B, ...]`; None without memory.
 
-        Args:
-            batch_size: `B`.
-            critic: Include the state of the critic's own core, so that `act` returns values and log-probabilities.
+        With the state of the critic's own core, `act` also returns values and log-probabilities.
         """
         if self.actor_core is None:
             return None
@@ -134,12 +132,7 @@ class ActorCritic(nn.Module):
     def forward(self, observations: Nested, sequences: Sequences | None = None) -> tuple[Distribution, Tensor]:
         """Return the action distribution `[...]` and the value `[...]` at observations `[..., *shape]`.
 
-        Args:
-            observations: With memory the rows `[N, *shape]` of `sequences`.
-            sequences: Which rows follow one another. Required with memory.
-
-        Raises:
-            ValueError: The policy has memory, and `sequences` is None.
+        A policy with memory needs the rows `[N, *shape]` of `sequences`; without them it raises a `ValueError`.
         """
         features, value_features = self._features(observations, sequences)
         return self._distribution(features, observations), self.value_of(value_features)
@@ -153,14 +146,7 @@ class ActorCritic(nn.Module):
     ) -> PolicyOutput:
         """Choose an action for every row; see `Policy.act`. `critic_only` parts may be missing.
 
-        Args:
-            observations: `[B, *shape]`.
-            generator: Draws the actions.
-            deterministic: Return the mode of the action distribution instead of a sample.
-            memory: Recurrent state: `initial_memory` at the start of episodes, then the state in the last output.
-
-        Raises:
-            ValueError: The policy has memory, and `memory` is None.
+        A policy with memory needs `initial_memory` at the start of episodes, then the state in the last output.
         """
         features, value_features, after = self._acting_features(self.prepare_observations(observations), memory)
         distribution = self._distribution(features, observations)
@@ -171,26 +157,14 @@ class ActorCritic(nn.Module):
         return output
 
     def log_prob(self, observations: Nested, actions: Nested) -> Tensor:
-        """Return log-probabilities of actions; see `Policy.log_prob`.
-
-        Raises:
-            ValueError: The policy has memory: `act` and `forward` return its log-probabilities.
-        """
+        """Return log-probabilities of actions; a policy with memory raises a `ValueError`: use `act` or `forward`."""
         if self.memory is not None:
             raise ValueError("log_prob is for policies without memory: use act or forward")
         features = self._encode_for_actor(self.prepare_observations(observations))
         return self._distribution(features, observations).log_prob(actions)
 
     def value(self, observations: Nested, memory: Nested | None = None) -> Tensor:
-        """Return value estimates; see `Policy.value`.
-
-        Args:
-            observations: `[..., *shape]`; with memory `[B, *shape]`.
-            memory: Recurrent state before the observations, `[B, ...]`. Required with memory.
-
-        Raises:
-            ValueError: The policy has memory, and `memory` is None.
-        """
+        """Return values of `[..., *shape]`; with memory of `[B, *shape]` and the recurrent state before them."""
         encoder = self.actor_encoder if self.critic_encoder is None else self.critic_encoder
         features = self._encode(encoder, self.prepare_observations(observations))
         if self.actor_core is not None:
@@ -221,7 +195,6 @@ class ActorCritic(nn.Module):
         return map_leaves(lambda x: x.to(dtype) if x.is_floating_point() else x, observations)
 
     def _features(self, observations: Nested, sequences: Sequences | None) -> tuple[Tensor, Tensor]:
-        """Return features for actor and critic."""
         if self.memory is None:
             return self._encode_for_both(self.prepare_observations(observations))
         sequences = _required(sequences, "sequences")
@@ -238,10 +211,6 @@ class ActorCritic(nn.Module):
 
         The critic's features are None if `memory` lacks the state of the critic's core; without recurrent cores, if the
         critic has its own encoder.
-
-        Args:
-            x: Prepared observations.
-            memory: Recurrent state before the step.
         """
         encoded = self._encode_for_actor(x)
         if self.actor_core is None:
@@ -294,7 +263,6 @@ class ActorCritic(nn.Module):
         return self.action_head(features, part_at(observations, self._mask_path))  # type: ignore[no-any-return]
 
     def _from_head(self, head: nn.Module, features: Tensor) -> Tensor:
-        """Return the prediction of a value head in units of return."""
         values: Tensor = head(features).squeeze(-1)
         return values if self.value_normalizer is None else self.value_normalizer.denormalize(values)
 
@@ -328,7 +296,6 @@ def _check_critic_only(
 
 
 def _dict_paths(space: spaces.Space[Any], path: str = "") -> Iterator[str]:
-    """Yield the paths of all parts of dicts outside of tuples."""
     if isinstance(space, spaces.Dict):
         for key, part in space.items():
             yield join(path, key)

@@ -20,18 +20,16 @@ class PolicyConfig:
             one of these; see `lightning_rl.policies.networks.make_encoder`.
         hidden_sizes: Layer widths of the MLP.
         activation: Activation of the MLP: `tanh`, `relu`, `elu`, `gelu` or `silu`.
-        discrete_encoding: Input of the MLP for `Discrete` and `MultiDiscrete` observations: `one_hot` vectors, or a
-            learned `embedding`.
-        shared_encoder: Share one encoder between actor and critic. None shares it for image observations unless
-            critic_only is set.
+        discrete_encoding: MLP input for `Discrete` and `MultiDiscrete`: `one_hot` vectors or a learned `embedding`.
+        shared_encoder: Share one encoder between actor and critic. None does so for images unless critic_only is set.
         critic_only: Paths of parts of a `Dict` observation that only the critic sees: `goal`, `robot.mass`.
         memory: Recurrent core between encoder and heads: `lstm`, `gru`, or `{"kind": "lstm", option: value}` with
             `hidden_size`, `num_layers`, `separate`, `sequence_length` and `burn_in`. None has no core. See
             docs/policies.md.
         initial_log_std: Initial logarithm of the standard deviation of continuous actions.
-        action_distribution: `gaussian`, `squashed_gaussian`, `beta` or others, by name or as
-            `{"kind": name, option: value}`; a dict from path to one of these for parts of a `Dict` or `Tuple` action
-            (`{"arm.0": "beta"}`). None uses the default of each space. See docs/policies.md.
+        action_distribution: `gaussian`, `squashed_gaussian`, `beta` or others, by name or as `{"kind": name, option:
+            value}`; a dict from path to one of these for parts of a `Dict` or `Tuple` action (`{"arm.0": "beta"}`).
+            None uses the default of each space. See docs/policies.md.
     """
 
     network: Network = "auto"

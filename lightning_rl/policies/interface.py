@@ -22,10 +22,10 @@ class PolicyOutput:
     """What a policy returns for a batch of observations.
 
     Attributes:
-        action: One action per row, shape `[B]` or `[B, a]`, nested as the action space is; in the policy's own form,
-            in which its log-probability is exact (see `lightning_rl.policies.distributions.Distribution`).
-        log_prob: Log-probability of the action, shape `[B]`. If None, the collector computes it after the rollout.
-        value: Value of the observation, shape `[B]`. If None, the collector computes it after the rollout.
+        action: One action per row, `[B]` or `[B, a]`, nested as the action space is; in the policy's own form, in which
+            its log-probability is exact (see `lightning_rl.policies.distributions.Distribution`).
+        log_prob: Log-probability of the action, `[B]`. If None, the collector computes it after the rollout.
+        value: Value of the observation, `[B]`. If None, the collector computes it after the rollout.
         environment_action: The action in the units of the action space. None means `action`.
         memory: Recurrent state for the next step, `[B, ...]`; None without memory.
     """
@@ -101,14 +101,10 @@ def as_recurrent(policy: object) -> RecurrentPolicy | None:
 
 
 def to_environment(space: spaces.Space[Any], action: Nested) -> Nested:
-    """Convert actions `[B, ...]`, in the units of the space, to what the environments take.
+    """Convert actions `[B, ...]`, in the units of one environment's space, to what the environments take.
 
     Discrete choices are shifted by the space's `start` (for an integer `Box` by its `low`), and continuous actions are
     clipped to the bounds. All parts get the space's shape and dtype.
-
-    Args:
-        space: Action space of one environment.
-        action: Arrays, nested as the space is.
     """
     if isinstance(space, spaces.Discrete):
         return action + space.start if space.start else action

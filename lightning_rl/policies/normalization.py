@@ -22,10 +22,7 @@ RewardScale = Literal["return_std", "reward_std"]
 class ExactStates(nn.Module):
     """Base of modules without submodules whose buffers keep their precision when a network is cast.
 
-    A float32 count would stop at 2^24, and a bfloat16 count at 256.
-
-    Attributes:
-        stays_off: Types of devices that the buffers are not moved to.
+    A float32 count would stop at 2^24, and a bfloat16 count at 256. Buffers do not move to devices in `stays_off`.
     """
 
     stays_off: tuple[str, ...] = ()
@@ -55,11 +52,7 @@ class RunningMoments(ExactStates):
 
     @torch.no_grad()
     def update(self, x: Tensor, reduce: Reduce = identity) -> None:
-        """Merge the rows `x`, shape `[N, *shape]`, of all ranks that `reduce` sums over.
-
-        Ranks exchange sums of the new rows only, so that no row counts twice. If an entry is not finite, the update is
-        skipped.
-        """
+        """Merge the rows `x`, `[N, *shape]`, of all ranks that `reduce` sums over, unless an entry is not finite."""
         x = x.to(self.mean.dtype)
         totals = reduce(torch.cat([x.new_tensor([x.shape[0]]), x.sum(0).flatten()]))
         count = totals[0]
@@ -82,10 +75,7 @@ class RunningMoments(ExactStates):
 
 
 class ObservationNormalizer(nn.Module):
-    """Subtracts the running mean, divides by the running standard deviation, and clips.
-
-    See the option `observations` of `NormalizationConfig` for the arguments.
-    """
+    """Normalizes and clips by running mean and variance; see the option `observations` of `NormalizationConfig`."""
 
     def __init__(
         self, shape: tuple[int, ...], clip: float = 10.0, epsilon: float = 1e-8, initial_variance: float = 1.0

@@ -90,9 +90,6 @@ class RecurrentCore(nn.Module):
 
     Weights are orthogonal with a gain of 1. All biases are zero, including the bias of the LSTM's forget gate. The core
     computes in at least float32, because rounding errors add up over the steps.
-
-    Attributes:
-        out_features: Number of outputs.
     """
 
     def __init__(self, in_features: int, options: MemoryOptions) -> None:
@@ -128,15 +125,9 @@ class RecurrentCore(nn.Module):
             return x, map_leaves(lambda *parts: torch.stack(parts, 1), *new_states)
 
     def forward(self, features: Tensor, segments: Segments, memory: Nested) -> tuple[Tensor, Nested]:
-        """Unroll over sequences, with a zero state where an episode begins.
+        """Return outputs `[N, hidden]` of rows `[N, f]`, and the state after the last row of each sequence.
 
-        Args:
-            features: Features of all rows, `[N, f]`.
-            segments: Which rows follow one another.
-            memory: State before the first row of each sequence, `[S, layers, hidden]`.
-
-        Returns:
-            Outputs `[N, hidden]` in the order of rows, and the state after the last row of each sequence.
+        `memory` `[S, layers, hidden]` is the state before each sequence; it is zero where an episode begins.
         """
         with torch.autocast(features.device.type, enabled=False):
             weights = [weight for layer in self._weights() for weight in layer]
@@ -154,7 +145,6 @@ class RecurrentCore(nn.Module):
             return outputs[segments.indices], after
 
     def _weights(self) -> Sequence[Sequence[Tensor]]:
-        """Return weights and biases of each layer."""
         return [[at_least_float32(weight) for weight in layer] for layer in self.rnn.all_weights]
 
     def _unroll_packed(
@@ -170,10 +160,7 @@ class RecurrentCore(nn.Module):
     def _unroll_in_runs(
         self, x: Tensor, segments: Segments, state: Nested, weights: list[Tensor]
     ) -> tuple[Tensor, Nested]:
-        """Unroll in one call for each range of steps with the same segments.
-
-        On the CPU this takes a tenth of the time of a call with packed sequences.
-        """
+        """Unroll in one call for each range of steps with the same segments; on the CPU 10 × as fast as packing."""
         shape = (True, self.num_layers, 0.0, torch.is_grad_enabled(), False, False)
         outputs, ended = [], []
         parts = torch.split(x, [steps * width for steps, width in segments.runs])

@@ -58,14 +58,10 @@ class RecurrentState:
     def after(
         self, t: int, state: Nested, episode_starts: Array | Tensor, truncated: Sequence[int], failed: Sequence[int]
     ) -> None:
-        """Continue with the state after step `t`.
+        """Continue with the state `[B, ...]` that the policy returned for step `t`.
 
-        Args:
-            t: The step.
-            state: State that the policy returned, `[B, ...]`.
-            episode_starts: Whether the next observation is the first of an episode, `[B]`.
-            truncated: Environments whose episode bootstraps from a final observation.
-            failed: Environments that failed in this step. Their episode ended with the step before.
+        `truncated` environments bootstrap from a final observation. The episodes of `failed` ones ended one step
+        earlier.
         """
         self.store(t, truncated, state)
         # An episode that had ended anyway keeps the state that was stored then.

@@ -23,11 +23,10 @@ _MAX_ROWS, _MAX_ENTRIES = 8192, 2**24
 
 
 class Finals(NamedTuple):
-    """The final observations from which truncated steps bootstrap.
+    """The final observations `[K, ...]` from which truncated steps bootstrap.
 
     Attributes:
         indices: Time and environment of each step, `[K, 2]`.
-        observations: `[K, ...]`.
         memory: Recurrent state after each step, `[K, ...]`; None without memory.
     """
 
@@ -55,17 +54,10 @@ def estimate(
     finals: Finals,
     last_memory: Nested | None,
 ) -> Estimates:
-    """Complete the log-probabilities and values that the policy returned while acting.
+    """Complete the log-probabilities and values, `[T, B]`, that the policy returned while acting; None is computed.
 
-    Args:
-        policy: The policy that acted.
-        observations: `[T + 1, B, ...]`.
-        actions: `[T, B, ...]`.
-        log_probs: `[T, B]`; None to compute them.
-        values: `[T, B]`; None to compute them.
-        terminated: `[T, B]`; a terminal state has the value 0.
-        finals: Final observations of truncated steps.
-        last_memory: Recurrent state before the last observation; None without memory.
+    `observations` are `[T + 1, B, ...]`; `last_memory` is the recurrent state before the last of them. A terminal state
+    has the value 0.
     """
     if log_probs is None:
         acted = map_leaves(itemgetter(slice(0, -1)), observations)
@@ -98,13 +90,7 @@ def _estimate_values(
 
 
 def in_chunks(function: Callable[[Nested], Nested], x: Nested, lead: int) -> Nested:
-    """Apply a row-wise function to nested tensors in chunks of bounded size, and concatenate the results.
-
-    Args:
-        function: Maps nested tensors with `lead` leading dimensions to nested tensors.
-        x: Split along the first dimension.
-        lead: Number of leading dimensions.
-    """
+    """Apply a row-wise function of tensors with `lead` leading dimensions to `x`, in chunks of bounded size."""
     width = math.prod(first_leaf(x).shape[1:lead])
     entries = sum(math.prod(leaf.shape[lead:]) for leaf in leaves(x))
     size = max(1, min(_MAX_ROWS, _MAX_ENTRIES // max(1, entries)) // max(1, width))
@@ -115,10 +101,7 @@ def in_chunks(function: Callable[[Nested], Nested], x: Nested, lead: int) -> Nes
 
 @torch.no_grad()
 def with_recomputed_values(policy: Policy, rollout: Rollout) -> Rollout:
-    """Return a copy of a rollout with values recomputed by `policy`, with its current parameters.
-
-    A policy with memory is run over the rollout again, from the recurrent state at its start.
-    """
+    """Return a copy of a rollout with the policy's current values; a recurrent policy unrolls from its first state."""
     result = copy.copy(rollout)
     result.values, result.next_values = _recompute_values(policy, rollout)
     return result
@@ -128,12 +111,7 @@ def with_recomputed_values(policy: Policy, rollout: Rollout) -> Rollout:
 def values_reached(policy: Policy, rollout: Rollout, values: Tensor) -> Tensor:
     """Return the value of the observation that each step of a rollout led to, `[T, B]`; 0 for a terminal state.
 
-    A policy with memory is run over the rollout again, from the recurrent state at its start.
-
-    Args:
-        policy: Estimates the values of last and final observations.
-        rollout: A rollout of this or another policy.
-        values: Values of the rollout's observations by `policy`, `[T, B]`.
+    `values` `[T, B]` are the policy's values of the rollout's observations; the rollout may be another policy's.
     """
     return _recompute_values(policy, rollout, values)[1]
 
@@ -168,12 +146,10 @@ def _rerun(policy: RecurrentPolicy, rollout: Rollout) -> tuple[RecurrentState, T
 
 @torch.no_grad()
 def acting_distributions(policy: Any, rollout: Rollout) -> Nested:  # noqa: ANN401 - a `Policy` or `RecurrentPolicy`
-    """Return the parameters of the distributions that a rollout's actions were drawn from.
+    """Return the parameters of the distributions that a rollout's actions were drawn from, `[T, B, ...]`.
 
-    Call this before the first update from the rollout, while the current policy is the one that acted.
-
-    Returns:
-        `[T, B, ...]`; with memory `[N, ...]`, in the order of `Rollout.flatten`.
+    Call this before the first update, while the current policy is the one that acted. With memory the shape is `[N,
+    ...]`, in the order of `Rollout.flatten`.
     """
     if rollout.memory is None:
         observations = map_leaves(itemgetter(slice(rollout.shape[0])), rollout.observations)

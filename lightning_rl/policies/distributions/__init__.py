@@ -1,7 +1,6 @@
-"""Action distributions, and the heads that make them from features.
+"""Action distributions, and the heads that make them from features, computed in at least float32.
 
 Only what a policy gradient needs, without the validation of `torch.distributions` (a third of its cost here).
-Log-probabilities, entropies and divergences are computed in at least float32, whatever the network's precision.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Autoregressive(Categorical):
     """A joint distribution of the components of an action, as one categorical choice between all combinations.
 
     Args:
-        logits: Log-probability of each combination, shape `[..., n_1 · … · n_k]`; the last component varies fastest.
+        logits: Log-probability of each combination, `[..., n_1 · … · n_k]`; the last component varies fastest.
         counts: Number of choices of each component.
         names: Names of the components.
         strides: Distance of combinations that differ by one in a component, shape `[k]`.
@@ -80,13 +80,8 @@ class Autoregressive(Categorical):
 class AutoregressiveHead(nn.Module):
     """Logits of each component from the features and, through one hidden layer, the choices of earlier components.
 
-    Args:
-        in_features: Number of features.
-        space: See `is_suitable`.
-        hidden_size: Width of the hidden layer of each component but the first.
-        order: Names of the components in the order of the choices; None for their order in the space.
-        initialization: See `Initialization`.
-        mask_space: Space of the masks; None without masks.
+    `hidden_size` is the width of the hidden layer of each component but the first, and `order` has the names of the
+    components in the order of the choices. See `is_suitable` for the space.
     """
 
     strides: Tensor

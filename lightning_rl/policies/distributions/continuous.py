@@ -63,12 +63,7 @@ class Bounds:
 
 
 class DiagonalGaussian(Distribution):
-    """Independent normal distributions, one per action dimension.
-
-    Args:
-        mean: Shape `[..., a]`.
-        log_std: Logarithm of the standard deviation, broadcastable to `mean`.
-    """
+    """Independent normal distributions, one per action dimension; mean `[..., a]`, `log_std` broadcastable to it."""
 
     def __init__(self, mean: Tensor, log_std: Tensor) -> None:
         self.mean = at_least_float32(mean)
@@ -117,13 +112,9 @@ class DiagonalGaussian(Distribution):
 class SquashedGaussian(DiagonalGaussian):
     """center + half width · tanh(u), with u from a diagonal Gaussian: actions never leave the bounds.
 
-    The policy's form of an action is u, because u cannot be recovered from an action that was rounded to its bound.
-    The mode is the mean of u, which maps to the median. The divergence is the divergence of u: the map is invertible.
-
-    Args:
-        mean: Mean of u, shape `[..., a]`.
-        log_std: Logarithm of the standard deviation of u, broadcastable to `mean`.
-        bounds: Bounds of the actions.
+    The policy's form of an action is u, because u cannot be recovered from an action that was rounded to its bound. The
+    mode is the mean of u, which maps to the median. The divergence is the divergence of u: the map is invertible.
+    `mean` `[..., a]` and `log_std` belong to u.
     """
 
     def __init__(self, mean: Tensor, log_std: Tensor, bounds: Bounds) -> None:
@@ -175,11 +166,7 @@ class Beta(Distribution):
     """low + width · x, with independent x from beta distributions (Chou et al. 2017): actions never leave the bounds.
 
     The policy's form of an action is z = log x - log(1 - x). From z the density is exact even where x rounds to 0 or 1.
-
-    Args:
-        alpha: Concentration at the upper bound, at least 1, shape `[..., a]`.
-        beta: Concentration at the lower bound, at least 1, shape `[..., a]`.
-        bounds: Bounds of the actions.
+    The concentrations at the upper bound, `alpha`, and at the lower, `beta`, are at least 1, `[..., a]`.
     """
 
     def __init__(self, alpha: Tensor, beta: Tensor, bounds: Bounds) -> None:
@@ -228,7 +215,6 @@ class Beta(Distribution):
 
 
 def _log_beta(a: Tensor, b: Tensor) -> Tensor:
-    """Return the logarithm of the beta function."""
     return a.lgamma() + b.lgamma() - (a + b).lgamma()
 
 
@@ -379,10 +365,7 @@ class SquashedGaussianHead(_GaussianHead):
 
 
 class BetaHead(nn.Module):
-    """Linear layer to the concentrations of beta distributions over a bounded `Box`.
-
-    Each concentration is 1 + softplus, so that the density has one peak.
-    """
+    """Linear layer to concentrations 1 + softplus of a bounded `Box`, so that the density has one peak."""
 
     def __init__(self, in_features: int, space: spaces.Box, *, initialization: Initialization = "orthogonal") -> None:
         super().__init__()

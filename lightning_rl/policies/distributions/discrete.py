@@ -20,11 +20,7 @@ _MAX_NAMED_COMPONENTS = 16
 
 
 class Categorical(Distribution):
-    """A choice between `n` actions.
-
-    Args:
-        logits: Unnormalized log-probabilities, shape `[..., n]`.
-    """
+    """A choice between `n` actions with unnormalized log-probabilities `[..., n]`."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = at_least_float32(logits)
@@ -63,11 +59,9 @@ class Categorical(Distribution):
 
 
 class MultiCategorical(Categorical):
-    """`k` independent choices between `n` values; an action has the shape `[..., k]`.
+    """`k` independent choices between `n` values with unnormalized log-probabilities `[..., k, n]`; actions `[..., k]`.
 
-    Args:
-        logits: Unnormalized log-probabilities, shape `[..., k, n]`. A component with fewer than `n` choices is padded
-            with `IMPOSSIBLE`.
+    A component with fewer than `n` choices is padded with `IMPOSSIBLE`.
     """
 
     def log_prob(self, action: Tensor) -> Tensor:
@@ -89,11 +83,7 @@ class MultiCategorical(Categorical):
 
 
 class Bernoulli(Distribution):
-    """Independent switches, each 0 or 1; an action has the shape `[..., k]`.
-
-    Args:
-        logits: Log-odds of 1, shape `[..., k]`.
-    """
+    """Independent switches, each 0 or 1, with log-odds of 1 as `logits` `[..., k]`; actions are `[..., k]`."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = at_least_float32(logits)

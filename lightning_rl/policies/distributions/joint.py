@@ -15,12 +15,7 @@ from lightning_rl.policies.distributions.base import Distribution
 
 
 class Joint(Distribution):
-    """Independent distributions, nested as the parts of a `Dict` or `Tuple` space.
-
-    Args:
-        parts: Nested distributions.
-        paths: Paths of the parts, in the order of `leaves`.
-    """
+    """Independent distributions, nested as the parts of a `Dict` or `Tuple` space; `paths` in the order of `leaves`."""
 
     def __init__(self, parts: Nested, paths: list[str]) -> None:
         self.parts = parts
@@ -64,13 +59,7 @@ class Joint(Distribution):
 
 
 class JointHead(nn.Module):
-    """A head for every part of a `Dict` or `Tuple` space.
-
-    Args:
-        heads: Heads, nested as the space is.
-        paths: Paths of the parts, in the order of `leaves`.
-        masked: Paths of the parts with masks.
-    """
+    """A head for every part of a `Dict` or `Tuple` space; `masked` are the paths of the parts with masks."""
 
     def __init__(self, heads: Nested, paths: list[str], masked: Collection[str] = ()) -> None:
         super().__init__()

@@ -116,15 +116,11 @@ class _ResidualBlock(nn.Module):
 
 
 class ImpalaEncoder(_ImageEncoder):
-    """The residual network of Espeholt et al. 2018 (figure 3, right, without its LSTM).
+    """The residual network of Espeholt et al. 2018 (figure 3, right, without its LSTM), for images of any size.
 
-    Convolutions before a ReLU have gain √2, convolutions before a pooling 1, and the last convolutions of n residual
-    blocks 1/√n. Otherwise features and first values would be tens of times as large as in the other networks.
-
-    Args:
-        space: An image of any size.
-        channels: Channels of each stage. A stage halves the image and has two residual blocks.
-        out_features: Width of the linear layer.
+    Each of `channels` is a stage, which halves the image and has two residual blocks. Convolutions before a ReLU have
+    gain √2, convolutions before a pooling 1, and the last convolutions of n residual blocks 1/√n. Otherwise features
+    and first values would be tens of times as large as in the other networks.
     """
 
     def __init__(

@@ -89,7 +89,6 @@ def _flat_encoder(
     activation: str,
     discrete_encoding: DiscreteEncoding,
 ) -> nn.Module:
-    """Return one encoder for all of `space`."""
     if network == "auto":
         network = network_for_image(space) if is_image(space) else "mlp"
     if network == "mlp":

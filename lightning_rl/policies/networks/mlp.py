@@ -54,10 +54,9 @@ def orthogonal_linear(in_features: int, out_features: int) -> nn.Linear:
 
 
 class HeadLinear(nn.Linear):
-    """Linear layer of an action or value head, with orthogonal weights and zero bias.
+    """Linear layer of a head, with orthogonal weights and zero bias, computed in at least float32, also under autocast.
 
-    The layer computes in at least float32, also under autocast and with half-precision weights: bfloat16 has two to
-    three digits, too few for ratios and temporal differences.
+    bfloat16 has two to three digits, too few for ratios and temporal differences.
     """
 
     def __init__(self, in_features: int, out_features: int, gain: float) -> None:
