@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_rl.distributed import average, world_size
+from lightning_rl.distributed import world_size
 from lightning_rl.fast.compiled import CompiledLoss, CompiledLosses, compiler_problem
 from lightning_rl.fast.flat_adam import FlatAdam
 from lightning_rl.fast.numpy_mlp import is_observed, overridden
@@ -137,25 +137,18 @@ class CompiledEngine(FastEngine):
         return loss_of(batch) if self._known is None else self._known
 
     def backward(self, model: LightningModule, total: Tensor) -> None:
-        """Set the gradients, averaged over ranks; autograd computes them for losses that are not compiled."""
+        """Set the gradients of this rank; autograd computes them for losses that are not compiled."""
         known, self._known = self._known, None
-        several = world_size() > 1
-        if known is None and not several:
+        if known is not None:
+            gradients = zip(known.parameters, known.gradients, strict=True)
+        elif world_size() == 1:
             model.manual_backward(total)
             return
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if known is None:
-            # Without the hooks of DDP, because another rank may run the compiled loss at the same time.
-            gradients = dict(zip(parameters, torch.autograd.grad(total, parameters, allow_unused=True), strict=True))
         else:
-            gradients = dict(zip(known.parameters, known.gradients, strict=True))
-        if several:
-            flat = [x.flatten() if (x := gradients.get(p)) is not None else p.new_zeros(p.numel()) for p in parameters]
-            mean = torch.split(average(torch.cat(flat)), [p.numel() for p in parameters])
-            gradients |= {
-                p: x.view_as(p) for p, x in zip(parameters, mean, strict=True) if gradients.get(p) is not None
-            }
-        for parameter, gradient in gradients.items():
+            # Without the hooks of DDP, because another rank may run the compiled loss at the same time.
+            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            gradients = zip(parameters, torch.autograd.grad(total, parameters, allow_unused=True), strict=True)
+        for parameter, gradient in gradients:
             parameter.grad = gradient
 
 

@@ -77,10 +77,24 @@ class EagerEngine:
 
     def step(self, model: LightningModule, optimizer: LightningOptimizer, counts: bool) -> None:
         """Step an optimizer; `counts` increments Lightning's global step."""
-        if counts:
-            optimizer.step()
-        else:
-            model.trainer.strategy.optimizer_step(optimizer.optimizer, lambda: None)
+        with _without_scaler(model.trainer.precision_plugin):
+            if counts:
+                optimizer.step()
+            else:
+                model.trainer.strategy.optimizer_step(optimizer.optimizer, lambda: None)
+
+
+@contextmanager
+def _without_scaler(precision: Any) -> Iterator[None]:  # noqa: ANN401
+    """Step without the scaler of `16-mixed`: the gradient is unscaled already, which Lightning does not expect."""
+    if (scaler := getattr(precision, "scaler", None)) is None:
+        yield
+        return
+    precision.scaler = None
+    try:
+        yield
+    finally:
+        precision.scaler = scaler
 
 
 @contextmanager

@@ -6,13 +6,15 @@ import functools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -89,6 +91,7 @@ class GradientSteps:
         self.part, self.failed_minibatch = None, None
         self.active_set = 0
         self._has_ratios = self._has_value = False
+        self._scales_up = False
         # Minibatches with the device's flags "all finite so far", which the host has not read yet.
         self._unchecked: list[tuple[FailedMinibatch, Tensor]] = []
         self._unchecked_bytes = 0
@@ -98,6 +101,8 @@ class GradientSteps:
         self.reset()
         # Chosen for each rollout: callbacks and hooks may be added or removed between rollouts.
         self.engine = fast.engine_for(self.model) or EagerEngine()
+        scaler = _scaler(self.model.trainer)
+        self._scales_up = scaler is not None and scaler.get_scale() > 1
         self.observe(**self._noted)
         self._noted = {}
 
@@ -198,24 +203,9 @@ class GradientSteps:
             raise TypeError(f"{name} returned {type(loss).__name__}: expected the Loss that self.new_loss returns")
         self._has_value |= loss.has_value
         total = self.record_loss(loss)
-        self._backward(total)
-        gradients = {n: self.engine.gradients(x.optimizer) for n, x in zip(GRADIENT_NORMS, optimizers, strict=False)}
-        gradients = {name: found for name, found in gradients.items() if found}
-        norms = {name: total_norm(found) for name, found in gradients.items()}
-        if not _is_known_finite(total.detach()):
-            # A non-finite loss invalidates the gradient even if its entries look finite.
-            norms = {name: norm + 0 * total.detach() for name, norm in norms.items()}
-        record.add(**norms)
-        for norm in norms.values():
-            if not _is_known_finite(norm):
-                record.stop_all_phases_unless(norm - norm == 0)  # fewer kernels than isfinite
-        self._check_finite(batch, name)
-        record.num_updates = record.num_updates + record.is_open
         before = snapshot([x.optimizer for x in optimizers]) if self.rollback and loss.limits else None
-        stepping = [pair for pair in zip(GRADIENT_NORMS, optimizers, strict=False) if pair[0] in norms]
-        for of_norm, optimizer in stepping:
-            self._clip(gradients[of_norm], norms[of_norm])
-            self._step(optimizer, counts=optimizer is stepping[0][1])
+        self._backward(total)
+        self._apply_gradients(total.detach(), batch, name)
         if before is not None:
             self._restore_unless_close(loss_of, batch, before)
 
@@ -284,6 +274,51 @@ class GradientSteps:
         for parameter in frozen:
             parameter.grad = None
 
+    def _apply_gradients(self, total: Tensor, batch: Any, name: str) -> None:  # noqa: ANN401
+        """Average, unscale, norm, clip, finite check, step: the order for every strategy and precision."""
+        record, trainer = self.record, self.model.trainer
+        # Other engines and strategies leave different gradients on each rank.
+        averaged = isinstance(self.engine, EagerEngine) and isinstance(trainer.strategy, DDPStrategy)
+        if world_size() > 1 and not averaged:
+            average_gradients(self.model.parameters())
+        found = [
+            (n, x, self.engine.gradients(x.optimizer)) for n, x in zip(GRADIENT_NORMS, self.optimizers, strict=False)
+        ]
+        stepping = [entry for entry in found if entry[2]]
+        scaler = _scaler(trainer)
+        if scaler is not None and stepping:
+            for _, optimizer, _ in stepping:
+                scaler.unscale_(optimizer.optimizer)
+            scaler.update()
+            total = average(total)  # all ranks must agree whether the loss or only its scaled gradient is not finite
+        norms = {of_norm: total_norm(gradients) for of_norm, _, gradients in stepping}
+        if not _is_known_finite(total):
+            # A non-finite loss invalidates the gradient even if its entries look finite.
+            norms = {of_norm: norm + 0 * total for of_norm, norm in norms.items()}
+        if scaler is not None and stepping:
+            norms = self._without_overflow(norms, total)
+        record.add(**norms)
+        for of_norm, _, gradients in stepping:
+            self._clip(gradients, norms[of_norm])
+        for norm in norms.values():
+            if not _is_known_finite(norm):
+                record.stop_all_phases_unless(norm - norm == 0)  # fewer kernels than isfinite
+        self._check_finite(batch, name)
+        record.num_updates = record.num_updates + record.takes_step
+        for index, (_, optimizer, _) in enumerate(stepping):
+            self._step(optimizer, counts=index == 0)
+
+    def _without_overflow(self, norms: dict[str, Tensor], total: Tensor) -> dict[str, Tensor]:
+        """Skip the step if the scaled gradient of a finite loss overflowed float16; return norms of 0 then.
+
+        A scale of at most 1 causes no overflow: a non-finite gradient is an error then, as in other precisions.
+        """
+        finite = functools.reduce(operator.and_, (norm.isfinite() for norm in norms.values()))
+        overflow = total.isfinite() & ~finite & self._scales_up
+        self.record.observe(skipped_steps=overflow.float())
+        self.record.skip_step_if(overflow)
+        return {name: norm.masked_fill(overflow, 0.0) for name, norm in norms.items()}
+
     def _check_finite(self, batch: Any, name: str) -> None:  # noqa: ANN401
         """Keep the first minibatch with a non-finite loss or gradient. On a GPU the host checks later."""
         if self.failed_minibatch is None:
@@ -313,18 +348,18 @@ class GradientSteps:
             scale_to_norm(gradients, self.max_grad_norm, grad_norm)
 
     def _step(self, optimizer: LightningOptimizer, counts: bool) -> None:
-        """Step if the record is open. Fused and capturable optimizers decide on the device, others on the host.
+        """Step if the record allows it. Fused and capturable optimizers decide on the device, others on the host.
 
         Only the first optimizer of an update `counts`: an update is one global step of Lightning.
         """
-        is_open, raw = self.record.is_open, optimizer.optimizer
+        takes_step, raw = self.record.takes_step, optimizer.optimizer
         step: Callable[[], Any] = functools.partial(self.engine.step, self.model, optimizer, counts)
-        if not is_open.is_cpu and raw.defaults.get("fused"):
-            raw.found_inf, raw.grad_scale = (~is_open).float(), None  # type: ignore[attr-defined]
+        if not takes_step.is_cpu and raw.defaults.get("fused"):
+            raw.found_inf, raw.grad_scale = (~takes_step).float(), None  # type: ignore[attr-defined]
             step()
-        elif not is_open.is_cpu and raw.defaults.get("capturable") and raw.state:
-            step_where(is_open, raw, step)
-        elif is_open:
+        elif not takes_step.is_cpu and raw.defaults.get("capturable") and raw.state:
+            step_where(takes_step, raw, step)
+        elif takes_step:
             step()
 
     @torch.no_grad()
@@ -368,6 +403,15 @@ class UpdateRecord:
     def next_minibatch(self) -> None:
         """Start a minibatch; its values are dropped if the updates were stopped before."""
         self._counts = self.is_open
+
+    def skip_step_if(self, condition: Tensor) -> None:
+        """Take no step on this minibatch if `condition` is true, and drop what is recorded for it from now on."""
+        self._counts = self._counts & ~condition
+
+    @property
+    def takes_step(self) -> Tensor:
+        """Whether a step is taken on this minibatch."""
+        return self.is_open & self._counts
 
     def add(self, **terms: Tensor | float) -> None:
         """Record scalars of a minibatch that must be finite; `means` returns their mean over minibatches."""
@@ -453,6 +497,21 @@ class UpdateRecord:
 def _at_least_float32(values: Tensor) -> Tensor:
     """Cast bfloat16, whose sums over minibatches would stop growing."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Average gradients over ranks; a parameter without a gradient on this rank counts as 0 for the other ranks."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained])
+    means = torch.split(average(flat), [p.numel() for p in trained])
+    for parameter, mean in zip(trained, means, strict=True):
+        if parameter.grad is not None:
+            parameter.grad = mean.view_as(parameter)
+
+
+def _scaler(trainer: Trainer) -> torch.amp.GradScaler | None:
+    """Return the scaler of the loss of `16-mixed`, or None."""
+    return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
