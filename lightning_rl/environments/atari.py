@@ -22,9 +22,8 @@ class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
     games keep memory over a reset. Therefore each game starts from the same emulator state, and the repeats are drawn
     here for each frame (Machado et al. 2018, section 5.1).
 
-    The game has `frameskip` 1 and `repeat_action_probability` 0, and returns its RAM. The observation space has frames,
-    which the preprocessing reads from the emulator when it needs them: color frames at every step would take a fifth of
-    the time of a game.
+    The game has `frameskip` 1 and `repeat_action_probability` 0, and returns its RAM, because color frames at every
+    step would take a fifth of the time of a game. The preprocessing reads frames from the emulator.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], repeat_action_probability: float) -> None:
@@ -138,12 +137,10 @@ class FireOnReset(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class WholeGame(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Joins the lives that `EpisodicLife` separates into one episode, for evaluation.
+    """Joins the lives that `EpisodicLife` in `env` separates into one episode, for evaluation; `game` keeps the score.
 
     The resets between lives (no-op, FIRE, new frame stack) are the same as in training. Rewards are the increments of
     the score, including points of these resets.
-
-    `env` contains `EpisodicLife` and `game`, which keeps the score.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], game: GameScore) -> None:
@@ -298,10 +295,7 @@ class AtariPreprocessing:
         return WholeGame(env, game) if evaluation and self.episodic_life else env
 
     def native_kwargs(self, max_episode_steps: int | None = None) -> dict[str, Any]:
-        """Return the arguments of ale-py's vector environment.
-
-        Its `episodic_life` begins a new game after each life; its `life_loss_info` continues the same game.
-        """
+        """Return the arguments of ale-py's vector environment, whose `life_loss_info` continues the same game."""
         check(self.grayscale, "env.atari.grayscale", self.grayscale, "True with backend='native'")
         return {
             "frameskip": self.frame_skip,

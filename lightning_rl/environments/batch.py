@@ -68,11 +68,9 @@ def recorded(env: Any, tracker: EpisodeTracker) -> list[dict[str, Any]]:  # noqa
 
 
 def restore(env: Any, tracker: EpisodeTracker, states: list[dict[str, Any]]) -> tuple[Array, Nested]:  # noqa: ANN401
-    """Restore every environment from its own record.
+    """Restore environments from their records; return which ones exactly, `[B]`, and the observations, `[B, ...]`.
 
-    Returns:
-        Which environments were restored exactly, `[B]`, and the observations, `[B, ...]`; the other environments have
-        begun new episodes.
+    The other environments have begun new episodes.
     """
     records = [to_arrays(state) for state in states]
     tracker.streams = [record["stream_seed"] for record in records]
@@ -133,15 +131,13 @@ class Step(NamedTuple):
 
     Attributes:
         observations: Observations for the next action, `[B, ...]`; the next step may overwrite them.
-        rewards: `[B]`; 0 where not `valid`.
-        terminated: `[B]`.
-        truncated: `[B]`.
-        valid: False where the environment ignored the action, because it was reset or idle, `[B]`; None if all are.
+        rewards: `[B]`, as the next three; 0 where not `valid`.
+        valid: False where the environment ignored the action, because it was reset or idle; None if all are.
         final_observations: Pairs (environment, final observation), one for each episode that this step ended. In tensor
             environments only for truncated episodes, with None if the environments do not return it.
         infos: Gymnasium's vector `info`.
-        failed: Environments that failed and were replaced in this step. The step is not `valid` for them: their
-            episode ended one step earlier, and `observations` has the first observation of the next episode.
+        failed: Environments that failed and were replaced in this step. The step is not `valid` for them: their episode
+            ended one step earlier, and `observations` has the first observation of the next episode.
         frames: Number of simulation steps; None if actions are not repeated.
         repeats: Number of times that each environment took its action, `[B]`; None unless the policy chooses it.
     """
@@ -167,19 +163,15 @@ class EnvironmentBatch:
     * with `NEXT_STEP` (and EnvPool) the final observation; the next step resets and is not `valid`;
     * with `DISABLED` the final observation; `EnvironmentBatch` then resets the environment.
 
+    `can_step_ahead` is whether half of the environments can step while the policy acts on the other half.
+
     Args:
-        env: The environments.
+        env: The environments; without `metadata["autoreset_mode"]` a `ConfigurationError` is raised.
         seeds: Seed of each environment's stream of episodes.
         reset_seed: Seed for `env.reset`: the list of all seeds for environments with `SeededEpisodes`, an array or a
             number for native environments, None for EnvPool, which gets its seeds in the constructor.
         read_repeats: Returns simulation steps and action repeats, see `action_repeat.read_repeats`; None: no repeats.
         evaluation: Whether these are evaluation environments.
-
-    Attributes:
-        can_step_ahead: Whether half of the environments can step while the policy acts on the other half.
-
-    Raises:
-        ConfigurationError: `env.metadata["autoreset_mode"]` is missing.
     """
 
     def __init__(
@@ -236,9 +228,8 @@ class EnvironmentBatch:
     def step(self, actions: Array, choose_ahead: ChooseAhead | None = None) -> Step:
         """Step every environment once; `choose_ahead` of `WorkerPool` requires `can_step_ahead`.
 
-        Raises:
-            EnvironmentFailure: An environment raised, returned a number that is not finite in float32, or its worker
-                process died or exceeded the time limit.
+        An environment that raises, returns a number that is not finite in float32, or whose worker process dies or
+        exceeds the time limit raises an `EnvironmentFailure`.
         """
         self._tracker.clock += 1
         if choose_ahead is not None:
@@ -291,12 +282,9 @@ class EnvironmentBatch:
         return failures
 
     def info_values(self, step: Step, key: str) -> list[float]:
-        """Return the numbers under `info[key]` of all valid rows.
+        """Return the numbers under `info[key]` of all valid rows; other values raise a `ConfigurationError`.
 
         In `SAME_STEP` mode the `info` of a final step is in `final_info`, beside the `info` of the reset.
-
-        Raises:
-            ConfigurationError: A value is not a number.
         """
         present = np.ones(self.num_envs, bool) if step.valid is None else step.valid
         sources = [(step.infos, present)]
@@ -347,12 +335,7 @@ class EnvironmentBatch:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested] | None:
-        """Restore the environments.
-
-        Returns:
-            Which environments were restored exactly, `[B]`, and the observations, `[B, ...]`; the other environments
-            have begun new episodes. None, with nothing changed, if another backend wrote the state.
-        """
+        """Restore the environments and return the result of `restore`; None if another backend wrote the state."""
         if state["kind"] != self._kind_of_state:
             return None
         if state["kind"] == "episodes":
@@ -417,10 +400,7 @@ class EnvironmentBatch:
         raise failure from error
 
     def _row(self, batch: Nested, index: int) -> Nested:
-        """Return a copy of one environment's observation; `batch` may also be an array of objects.
-
-        A copy, since environments may overwrite their arrays before the end of the rollout.
-        """
+        """Return a copy of one environment's observation, which the environment may overwrite later."""
         if isinstance(batch, np.ndarray) and batch.dtype == object:
             return map_leaves(lambda _, x: np.array(x), self._float_names, batch[index])
         return map_leaves(lambda _, x: np.array(x[index]), self._float_names, batch)

@@ -92,11 +92,7 @@ def _code_of(handler: object) -> CodeType | None:
 
 
 def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
-    """Return the autoreset mode of a vector environment.
-
-    Raises:
-        ConfigurationError: `metadata["autoreset_mode"]` is missing or no such mode.
-    """
+    """Return `metadata["autoreset_mode"]`, or raise a `ConfigurationError` if it is missing or no such mode."""
     mode = (env.metadata or {}).get("autoreset_mode")
     try:
         return mode if isinstance(mode, AutoresetMode) else AutoresetMode(mode)
@@ -134,9 +130,8 @@ def complaint(name: str, x: np.ndarray[Any, Any]) -> str | None:
 def batch_infos(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Combine the `info` dicts of `B` environments like Gymnasium's vector environments.
 
-    Returns:
-        For each key an array `[B, ...]`, or a dict of such arrays if the values are dicts; under `_<key>` a boolean
-        array `[B]`: which environments have the key.
+    Each key has an array `[B, ...]`, or a dict of such arrays if the values are dicts; under `_<key>` a boolean array
+    `[B]` says which environments have the key.
     """
     batched: dict[str, Any] = {}
     for key in dict.fromkeys(key for info in infos for key in info):

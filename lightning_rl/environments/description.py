@@ -32,11 +32,8 @@ class DescribedVector(VectorEnv[Any, Any, Any]):
 def describe(make: Callable[[], gymnasium.Env[Any, Any]], who: str, timeout: float) -> Description:
     """Make an environment in a new process, read its description and close it.
 
-    The environment has `timeout` seconds to be made, and to be closed; messages call it `who`.
-
-    Raises:
-        ConfigurationError: An option is invalid.
-        EnvironmentFailure: The environment raised, hung or died.
+    The environment has `timeout` seconds to be made, and to be closed; messages call it `who`. An invalid option raises
+    a `ConfigurationError`, an environment that raises, hangs or dies an `EnvironmentFailure`.
     """
     context = multiprocessing.get_context()
     pipe, child_pipe = context.Pipe()

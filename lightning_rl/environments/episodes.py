@@ -88,11 +88,8 @@ def check_info(info: Any) -> None:  # noqa: ANN401
 def fit_leaf(path: str, space: spaces.Space[Any], x: Any) -> Any:  # noqa: ANN401
     """Return a leaf of an observation in a type that every backend can store.
 
-    Numbers are converted to the type of the space if this changes no value. Floating-point numbers of another width
-    than the space's stay as they are.
-
-    Raises:
-        Unexpected: The leaf has another shape than its space, is not an array of numbers, or would be changed.
+    Numbers are converted to the type of the space, but floating-point numbers of another width stay as they are. A leaf
+    of another shape, not of numbers, or changed by the conversion raises `Unexpected`.
     """
     name = f"an observation {path}".rstrip()
     try:
@@ -129,7 +126,6 @@ _RESET = None
 
 
 def _wrappers(env: gymnasium.Env[Any, Any]) -> Iterator[gymnasium.Wrapper[Any, Any, Any, Any]]:
-    """Yield the wrappers of an environment, the outermost first."""
     while isinstance(env, gymnasium.Wrapper):
         yield env
         env = env.env
@@ -146,8 +142,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     `state_dict()` and `load_state_dict(state)` is restored through these instead, if its only wrappers are time limits
     and masks; its state must consist of tensors and plain Python values.
 
-    `index` and `evaluation` only identify the environment in messages: its index in this process, and whether it is an
-    evaluation environment.
+    `index` and `evaluation` only identify the environment in messages.
 
     Raises:
         EnvironmentFailure: In `reset` and `step`, with index, episode, seed and step: the environment raised, has the
@@ -255,14 +250,10 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         }
 
     def restore(self, record: dict[str, Any]) -> tuple[bool, Any]:
-        """Restore the state of an episode.
+        """Restore an episode from a value of `recorded`, or begin one from a `stream_seed` and `episode`.
 
-        Args:
-            record: The value of `recorded`; a record with only `stream_seed` and `episode` leads to a new episode.
-
-        Returns:
-            Whether observation, rewards and ends equal the recorded ones, and the current observation. Unless they are
-            equal, the next episode of the stream has begun.
+        Return whether observation, rewards and ends equal the recorded ones, and the current observation. Unless they
+        are equal, the next episode of the stream has begun.
         """
         self.stream_seed, self.episode = record["stream_seed"], record["episode"]
         if record.get(OWN_STATE) is not None and self._has_own_state:
@@ -367,13 +358,8 @@ class RestartingEpisodes(SeededEpisodes):
     """Seeded episodes of an environment that is replaced when it fails; its stream continues with the next episode.
 
     NaN, infinity and every failure of `SeededEpisodes` count. A failed step returns the first observation of the new
-    episode, a reward of 0 and no end of an episode; its `info` has `FAILURE`, `LOST` and `EPISODE`.
-
-    `make` makes the environment, now and for each restart.
-
-    Raises:
-        EnvironmentFailure: In `reset` and `step`: the environment failed again after `MAX_RESTARTS_IN_A_ROW` restarts
-            without a completed step in between.
+    episode, a reward of 0 and no end of an episode; its `info` has `FAILURE`, `LOST` and `EPISODE`. An
+    `EnvironmentFailure` is raised after `MAX_RESTARTS_IN_A_ROW` restarts without a completed step in between.
     """
 
     def __init__(self, make: Callable[[], gymnasium.Env[Any, Any]], index: int = 0, evaluation: bool = False) -> None:

@@ -65,8 +65,8 @@ def make_environments(
     Args:
         spec: The environment and its options.
         num_envs: Number of environments.
-        seeds: Seed of each environment's stream of episodes. Native environments with a single random generator
-            (all but Atari) use the first one.
+        seeds: Seed of each environment's stream of episodes. Native environments with a single random generator (all
+            but Atari) use the first one.
         autoreset_mode: For the backends `sync` and `async`; `env.on_failure="restart"` requires `SAME_STEP`.
         space_pair: The result of `spaces_of`; without it `async` reads the spaces again.
 
@@ -215,13 +215,9 @@ def _place(error: BaseException) -> str:
 
 
 def spaces_of(spec: EnvironmentSpec) -> Spaces:
-    """Return the observation and the action space of one environment.
+    """Return the observation and the action space of one environment; raises as `make_environments`.
 
     With `async`, another process makes the environment, with `env.step_timeout` as time limit.
-
-    Raises:
-        ConfigurationError: As `make_environments`.
-        EnvironmentFailure: The environment failed, possibly in `close`.
     """
     if spec.backend == "async":
         import_modules(spec.env.imports)
@@ -264,8 +260,7 @@ def make_single(
 ) -> SeededEpisodes:
     """Make one environment with its wrappers, possibly in a new process, where the id may not be registered.
 
-    Raises:
-        ConfigurationError: A package is missing, or the environment or a wrapper rejects its arguments.
+    A missing package or a rejected argument raises a `ConfigurationError`.
     """
     import_modules(spec.env.imports)  # again, since this may be a new process
     atari = _atari_options(spec, gym_spec)
@@ -306,11 +301,7 @@ def _make_wrapped(
 
 
 def check_filmable(spec: EnvironmentSpec) -> None:
-    """Render one frame of an environment of `EnvironmentSpec.for_filming`.
-
-    Raises:
-        ConfigurationError: The environment cannot be rendered, or not on this machine.
-    """
+    """Render one frame of an environment of `EnvironmentSpec.for_filming`, or raise a `ConfigurationError`."""
     import_modules(spec.env.imports)
     gym_spec = find_spec(spec.env_id)
     check(gym_spec.entry_point is not None, "env_id", spec.env_id, "one with single environments, which can be filmed")

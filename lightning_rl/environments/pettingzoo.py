@@ -28,11 +28,8 @@ class ParallelEnvVector(VectorEnv):
     Register a function that returns a `ParallelEnvVector` as `vector_entry_point`, and use `backend="native"`.
 
     Args:
-        make: Makes one copy.
+        make: Makes one copy. Its agents must have equal spaces, or a `ConfigurationError` is raised.
         num_envs: Number of rows, a multiple of the number of possible agents; 1 if only the spaces are needed.
-
-    Raises:
-        ConfigurationError: Agents have different spaces, or `num_envs` is not a multiple of their number.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012 - as in Gymnasium

@@ -35,11 +35,9 @@ class FilmMaker(Protocol):
 
 
 class Camera(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Records chosen episodes, at most about 30 frames per second.
+    """Records chosen episodes of an environment made with `render_mode="rgb_array"`, at about 30 frames per second.
 
-    Args:
-        env: An environment made with `render_mode="rgb_array"`.
-        steps_per_second: Steps per second of simulated time.
+    `steps_per_second` are in simulated time; a faster environment skips frames.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], steps_per_second: float) -> None:

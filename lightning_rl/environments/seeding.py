@@ -32,8 +32,6 @@ def describe(index: int, episode: int, seed: int, step: int, evaluation: bool = 
 class EpisodeTracker:
     """Tracks the episode, seed and step of `B` environments, for error messages and checkpoints.
 
-    The arguments are those of `EnvironmentBatch`.
-
     Attributes:
         clock: Steps since the first reset.
         streams: Seed of each environment's stream; after resuming, the seed of the previous run.

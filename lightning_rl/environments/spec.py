@@ -159,18 +159,14 @@ else:  # the command line takes the fields of the class only
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """The complete description of the environments of a run.
+    """The complete description of the environments of a run; an invalid option raises a `ConfigurationError`.
 
     Args:
         env_id: Gymnasium id (`module:id` imports `module` first), or EnvPool task.
         env: Options of the environments.
-        backend: `sync` (in this process), `async` (one worker process per environment), `native` (the environment's
-            own vectorized version), `torch` (a vectorized version with tensors) or `envpool`.
+        backend: See `RolloutDataModule`.
         evaluation: Use raw rewards and whole episodes, without `env.training_wrappers`.
         filmed: Add a `Camera` to each environment (`sync` only).
-
-    Raises:
-        ConfigurationError: An option is invalid, or loaded data names a module that is not trusted.
     """
 
     env_id: str
@@ -225,8 +221,8 @@ class EnvironmentSpec:
     ) -> VectorEnv[Any, Any, Any]:
         """Apply the options of observations to environments of any backend.
 
-        `clips` is the function with which the Atari preprocessing clips training rewards. Evaluation rewards are raw,
-        so in evaluation this method applies it to `previous_reward` in the observations.
+        Evaluation rewards are raw; `clips`, by which Atari preprocessing clips training rewards, then only clips the
+        `previous_reward` in observations.
         """
         given = self.env
         if given.frame_stack is not None:
@@ -258,12 +254,9 @@ class EnvironmentSpec:
         return replace(self, evaluation=True)
 
     def for_filming(self, env_kwargs: dict[str, Any] | None = None) -> EnvironmentSpec:
-        """Return the spec of the same environments with cameras, in this process.
+        """Return the same environments with cameras, in this process, with additional `env_kwargs` for the constructor.
 
-        `env_kwargs` are additional arguments of the constructor, such as the size of the frames.
-
-        Raises:
-            ConfigurationError: The backend is `envpool` or `torch`, which cannot be rendered.
+        The backends `envpool` and `torch`, which cannot be rendered, raise a `ConfigurationError`.
         """
         expected = "sync, async, or native with an id that has single environments too; others cannot be rendered"
         check(self.backend in ("sync", "async", "native"), "backend", self.backend, expected)
@@ -275,9 +268,8 @@ class EnvironmentSpec:
     def atari_options(self, is_game: bool) -> AtariPreprocessing | None:
         """Return the preprocessing of an Atari game, None for other environments.
 
-        Raises:
-            ConfigurationError: `env.atari` has options, but this is not an Atari game; or options of `env` would stack
-                frames, repeat actions or scale or clip rewards in addition to the preprocessing.
+        Options of `env.atari` for another environment, or of `env` that repeat the preprocessing, raise a
+        `ConfigurationError`.
         """
         env, atari = self.env, self.env.atari
         if not is_game:

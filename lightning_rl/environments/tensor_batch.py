@@ -26,12 +26,9 @@ class TensorEnvironments:
     `check_finite` checks all values once per rollout.
 
     Args:
-        env: A `gymnasium.vector.VectorEnv` with tensors. In `SAME_STEP` mode `info["final_obs"]`, if present, has the
-            observations `[B, ...]` before resets.
+        env: A `gymnasium.vector.VectorEnv` with tensors and `metadata["autoreset_mode"]`. In `SAME_STEP` mode
+            `info["final_obs"]`, if present, has the observations `[B, ...]` before resets.
         seed: Seed of its random generator.
-
-    Raises:
-        ConfigurationError: `env.metadata["autoreset_mode"]` is missing.
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any], seed: int) -> None:
@@ -51,8 +48,7 @@ class TensorEnvironments:
     def compile(self) -> None:
         """Compile the environment's `step` and the checks after it with `torch.compile`.
 
-        Code that PyTorch cannot trace, such as random numbers from a `torch.Generator` of the environment, runs
-        uncompiled.
+        Code that PyTorch cannot trace, such as draws from a `torch.Generator` of the environment, runs uncompiled.
         """
         if self._advance is _advance:
             rank_zero_info("compiling the step of the environments, once, about 10 s (cached for the next run)")
@@ -175,9 +171,8 @@ def _check_tensors(env: VectorEnv[Any, Any, Any], observations: Nested) -> None:
 def _advance(env: VectorEnv[Any, Any, Any], actions: Nested, resets: Tensor | None) -> tuple[Any, ...]:
     """Step all environments, and reset those in the mask `resets`.
 
-    Returns:
-        The values of `env.step`, with rewards of 0 where the step was a reset; `valid`, False there; whether the
-        episode ended; whether it was truncated only; and whether a reward or observation is NaN or infinite.
+    Return the values of `env.step`, with rewards of 0 where the step was a reset; `valid`, False there; whether the
+    episode ended; whether it was truncated only; and whether a reward or observation is NaN or infinite.
     """
     observations, rewards, terminated, truncated, infos = env.step(actions)
     terminated, truncated = terminated.bool(), truncated.bool()

@@ -130,11 +130,9 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         atexit.register(self._at_exit)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
-        """Step every environment.
+        """Step every environment; raise an `EnvironmentFailure` if one raised or was lost too often in a row.
 
-        Raises:
-            WorkerFailure: A worker raised outside its environment, or died or hung and is not replaced.
-            EnvironmentFailure: An environment raised, or too many replacements in a row were lost.
+        A worker that raised outside its environment, or was lost and is not replaced, raises a `WorkerFailure`.
         """
         choose, self.choose_ahead = self.choose_ahead, None
         with self._guarded():
@@ -188,9 +186,9 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         return self.call("render")
 
     def replace(self, index: int) -> tuple[Any, dict[str, Any]]:
-        """Replace a lost worker, and begin the next episode of the environment's stream in the new process.
+        """Replace a lost worker and begin the next episode of its stream; return first observation and `info`.
 
-        Returns the first observation and the `info`; raises an `EnvironmentFailure` after too many losses in a row.
+        Too many losses in a row raise an `EnvironmentFailure`.
         """
         stream_seed, episode, step = self.tracker.where(index)
         failures: list[str] = []
@@ -349,10 +347,7 @@ def send(pipe: Any, message: Any) -> None:  # noqa: ANN401 - a connection, and a
 
 
 def _work(index: int, make: Factory, pipe: Any, shared: Any, mode: AutoresetMode) -> None:  # noqa: ANN401
-    """Run an environment in a worker process until the parent closes it, and send exceptions to the parent.
-
-    The parent receives pairs (answer, error). `shared` is the shared memory of the observations of all environments.
-    """
+    """Run an environment with observations in `shared` memory until the parent closes it; send (answer, error)."""
     live_with_parent()
     env = None
     try:
@@ -371,8 +366,8 @@ def _work(index: int, make: Factory, pipe: Any, shared: Any, mode: AutoresetMode
 def _serve(env: gymnasium.Env[Any, Any], index: int, pipe: Any, shared: Any, mode: AutoresetMode) -> None:  # noqa: ANN401
     """Answer the parent's messages until it sends `("close",)`.
 
-    The other messages are `("step", action)`, `("reset" or "next_episode", keyword arguments)` and
-    `("call", name, arguments, keyword arguments)`.
+    The other messages are `("step", action)`, `("reset" or "next_episode", keyword arguments)` and `("call", name,
+    arguments, keyword arguments)`.
     """
     space = env.observation_space
     resets_next = False
@@ -405,8 +400,8 @@ def _serve(env: gymnasium.Env[Any, Any], index: int, pipe: Any, shared: Any, mod
 def live_with_parent() -> None:
     """In a worker process: ignore signals that are meant for the parent, and exit when the parent ends.
 
-    Python ends daemon processes if the parent exits, but not if the parent is killed; and a busy worker does not notice
-    that its pipe is closed.
+    Python ends daemon processes if the parent exits, but not if it is killed; a busy worker does not notice a closed
+    pipe.
     """
     if (parent := multiprocessing.parent_process()) is None:
         return
@@ -425,10 +420,7 @@ def _exit_after(parent: Any) -> None:  # noqa: ANN401 - multiprocessing has no p
 
 @contextlib.contextmanager
 def none_left_on_failure() -> Iterator[None]:
-    """Kill the processes that the block started if the block raises.
-
-    Otherwise multiprocessing would wait forever for them at exit, since they ignore SIGTERM.
-    """
+    """Kill the processes that the block started if it raises: they ignore SIGTERM, and Python would wait at exit."""
     before = set(multiprocessing.active_children())
     try:
         yield

@@ -24,19 +24,8 @@ from lightning_rl.validation import check
 class AdvantageEstimator:
     """Computes advantages and returns by generalized advantage estimation (Schulman et al. 2016).
 
-    Args:
-        policy: Policy that recomputes values.
-        normalizers: Normalizers of rewards.
-        gamma: Discount factor.
-        on_truncation: See `AdvantageConfig`, also for the following options.
-        estimator: Stored as `kind`.
-        value_target: Value target.
-        recompute_values: Recompute values before learning.
-        recompute_advantages: Recompute advantages before each pass.
-        normalize: Normalization of advantages.
-
-    Attributes:
-        gae_lambda: λ. 0 gives one-step advantages, 1 Monte Carlo advantages.
+    `gae_lambda` is λ: 0 gives one-step advantages, 1 Monte Carlo advantages. See `AdvantageConfig` for the options;
+    `estimator` is stored as `kind`.
     """
 
     def __init__(
@@ -66,10 +55,7 @@ class AdvantageEstimator:
     def batch(self, rollout: Rollout, weights: Tensor | None = None, **per_step: Nested) -> Batch:
         """Return the steps of a rollout as a batch with `advantages` and value targets `returns`.
 
-        Args:
-            rollout: The rollout, which is not modified.
-            weights: Weight of each step, `[T, B]`. None: equal weights.
-            **per_step: Further tensors `[T, B, ...]` for the batch.
+        Weights and further tensors are `[T, B, ...]`; without weights all steps count equally.
         """
         if self.recompute_values:
             rollout = with_recomputed_values(self.policy, rollout)
@@ -124,10 +110,7 @@ class AdvantageEstimator:
         self._normalize: NormalizeAdvantages = over
 
     def normalized(self, batch: Batch) -> Tensor:
-        """Return the advantages of a minibatch for the policy loss, `[N]`.
-
-        With `normalize="rollout"` they were normalized before the rollout was split.
-        """
+        """Return the advantages of a minibatch for the policy loss, `[N]`; for `rollout` these are normalized."""
         return self.standardized(batch) if self.normalize == "minibatch" else batch.advantages
 
     def standardized(self, batch: Batch) -> Tensor:
@@ -143,10 +126,7 @@ class AdvantageEstimator:
     def standardize(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return `(x - mean) / (std + 1e-8)` of each part over its entries on all ranks, with one collective call.
 
-        Override this method for another normalization.
-
-        Args:
-            parts: Advantages of one or more minibatches, `[N]` each. N may differ between parts and ranks.
+        Override this method for another normalization. Parts are the advantages `[N]` of minibatches; N may differ.
         """
         if world_size() == 1:
             if len(parts) == 1:
@@ -208,11 +188,7 @@ def with_acting_distributions(
 ) -> Batch:
     """Return a batch with the parameters of the collecting distributions as `acting_distribution`.
 
-    Args:
-        policy: Policy that collected the rollout.
-        rollout: The rollout.
-        make: Makes the batch. It may update normalizers, so the distributions are computed first.
-        per_step: Further tensors `[T, B, ...]` for the batch.
+    `make` makes the batch. It may update normalizers, so the distributions are computed first.
     """
     acting = acting_distributions(policy, rollout)
     if rollout.memory is None:
@@ -221,10 +197,5 @@ def with_acting_distributions(
 
 
 def divergence(batch: Batch, distribution: Distribution) -> Tensor:
-    """Return the exact KL(old ‖ new) of each row, `[N]`, in nats.
-
-    Args:
-        batch: Rows of a batch of `with_acting_distributions`.
-        distribution: Action distribution of the current policy for these rows.
-    """
+    """Return the exact KL(old ‖ new) of each row of a batch of `with_acting_distributions`, `[N]`, in nats."""
     return distribution.with_parameters(batch.acting_distribution).kl(distribution)

@@ -77,13 +77,7 @@ _GROUPS: dict[str, type] = {
 
 
 def check_options(given: Mapping[str, Any], without_effect: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
-    """Check the options that every algorithm has, as plain data by full name.
-
-    Args:
-        given: The options.
-        without_effect: Options that the algorithm does not use, with the reason.
-        defaults: Defaults of the algorithm.
-    """
+    """Check the options of every algorithm, by full name; `without_effect` has reasons by option that is not used."""
     for name, reason in without_effect.items():
         check(given[name] == defaults[name], name, given[name], f"{defaults[name]!r}: {reason}")
     for group, config in _GROUPS.items():

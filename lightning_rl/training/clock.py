@@ -76,8 +76,7 @@ class RunClock:
     def lag(self, rollout: Rollout, may_lag: bool) -> int:
         """Return how many versions the policy of a rollout is older than the current policy.
 
-        Raises:
-            RuntimeError: The rollout is newer; or it is older and not `may_lag`.
+        Raises a `RuntimeError` if the rollout is newer, or older without `may_lag`.
         """
         lag = self.policy_version - rollout.policy_version
         if lag < 0 or (lag and not may_lag):

@@ -14,11 +14,7 @@ def compile_policy_alone(model: LightningModule, policy: nn.Module) -> None:
     """Compile only the policy of a model that `torch.compile` was called with; leave other models unchanged.
 
     Lightning compiles whole steps. A training step of this package contains optimizers, loggers and NumPy, which the
-    compiler cannot trace. A policy with memory is not compiled, because its shapes change with every rollout.
-
-    Args:
-        model: The algorithm.
-        policy: Its policy, compiled with the options that `torch.compile` was called with.
+    compiler cannot trace. A policy with memory is not compiled: its shapes change with every rollout.
     """
     context = model._compiler_ctx  # private in Lightning 2.6; nothing public has the options of torch.compile
     if context is None:

@@ -67,8 +67,8 @@ class OptimizerConfig:
     Args:
         name: Optimizer class or its import path. None uses the algorithm's default: Adam, or RMSprop for A2C and
             IMPALA.
-        options: Arguments of the optimizer except the learning rate. With name None they change single arguments of
-            the algorithm's default.
+        options: Arguments of the optimizer except the learning rate. With name None they change single arguments of the
+            algorithm's default.
         anneal: Lower the learning rate linearly to 0 over the planned environment steps of the run. Resets count as
             planned steps, so a run that only `max_epochs` bounds ends slightly above 0.
         scheduler: Learning rate scheduler, instead of `anneal`.
@@ -82,10 +82,10 @@ class OptimizerConfig:
         adaptive_learning_rate: `{"target_kl": d}` divides the learning rate by `factor` (1.5) after rollouts with a
             mean approximate KL divergence above 2d, multiplies it below d/2, and keeps it between `minimum` (1e-6) and
             `maximum` (1e-2). With two optimizers it changes the rate of the actor.
-        num_value_epochs: Number of passes of the value loss. None: as many as of the policy loss. The first passes
-            have both losses, the others only one; with a shared encoder each pass changes the encoder.
-        critic_warmup_steps: Train only the critic's own parameters in rollouts that start before this environment
-            step, for example after a warm start with a trained policy.
+        num_value_epochs: Number of passes of the value loss. None: as many as of the policy loss. The first passes have
+            both losses, the others only one; with a shared encoder each pass changes the encoder.
+        critic_warmup_steps: Train only the critic's own parameters in rollouts that start before this environment step,
+            for example after a warm start with a trained policy.
     """
 
     name: str | type[Optimizer] | None = None

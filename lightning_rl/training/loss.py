@@ -19,22 +19,21 @@ class Loss:
     """A weighted sum of named terms over a minibatch.
 
     Each term has one number per row, `[N]`. `Loss` takes the mean over the rows of all ranks; it applies masks, step
-    weights, sequence padding and the units of the value head.
+    weights, sequence padding and the units of the value head. Methods with a `batch` argument accept rows of another
+    batch. In all methods `name` is the recorded name, and `weight` the factor of a mean in the sum.
 
     Args:
-        batch: The minibatch. Methods with a `batch` argument accept rows of another batch.
+        batch: The minibatch.
         value_normalizer: Defines the units of the value head. None: units of the rewards.
         part: Keep only the terms of this half of the network. None: both.
         scale: Factor of all terms in the sum. Recorded terms do not include it.
 
     Attributes:
-        batch: The minibatch.
         terms: Weighted terms of the sum.
         metrics: Recorded terms by name, without gradient; must be finite.
         observed: Further recorded numbers; may be NaN or infinite.
         first_log_ratios: Log-ratios `[N]` for `first_ratio_error`, or None.
-        limits: Maximum mean over all ranks of observed numbers, by name. A larger mean stops the updates from this
-            rollout.
+        limits: Maximum mean over all ranks of observed numbers, by name. A larger mean stops the updates.
         has_value: Whether `add_value` was called.
     """
 
@@ -59,11 +58,7 @@ class Loss:
 
     @property
     def total(self) -> Tensor:
-        """The sum of all terms, a scalar to minimize. Terms added later are ignored.
-
-        Raises:
-            ValueError: The loss has no term.
-        """
+        """The sum of all terms so far, a scalar to minimize; raises a `ValueError` if there is none."""
         if self._total is None:  # not a cached_property: PyTorch's compiler cannot trace its lock
             if not self.terms:
                 raise ValueError("the loss has no term: expected a call of loss.add or loss.add_value")
@@ -71,16 +66,9 @@ class Loss:
         return self._total
 
     def add(self, name: str, rows: Tensor, weight: Tensor | float = 1.0, batch: Batch | None = None) -> None:
-        """Add the mean of `rows`, times `weight`.
+        """Add the mean of `rows` `[N]` times `weight`; terms with the same name are added up.
 
-        Args:
-            name: Recorded name of the mean. Terms with the same name are added up.
-            rows: One number per row, `[N]`.
-            weight: Factor of the mean in the sum.
-            batch: Batch of the rows. None: the minibatch.
-
-        Raises:
-            ValueError: `rows` does not have one number per row.
+        Raises a `ValueError` if `rows` does not have one number per row.
         """
         if self.part != "critic":
             mean = self._mean(name, rows, batch)
@@ -92,11 +80,8 @@ class Loss:
     ) -> None:
         """Subtract the mean entropy times `coef`, and record the entropy and its parts.
 
-        Args:
-            entropies: Result of `distribution.entropies()`: entropies `[N]` by part of the action, each of which is
-                logged; or of `distribution.entropy()`, `[N]`.
-            coef: Entropy coefficient. 0 leaves the entropy out of the sum.
-            batch: Batch of the rows. None: the minibatch.
+        `entropies` is the result of `distribution.entropies()`, `[N]` by part of the action, or of
+        `distribution.entropy()`. With `coef` 0 the sum does not contain the entropy.
         """
         if self.part != "critic":
             parts = {"": entropies} if isinstance(entropies, Tensor) else entropies
@@ -128,8 +113,7 @@ class Loss:
             weight: Factor of the mean in the sum.
             name: Recorded name.
             returns: Value targets, `[N]`. None: `batch.returns`.
-            clip_range: Clip the change of the value since the rollout, and take the larger of both losses. None: do
-                not clip.
+            clip_range: Clip the change of the value since the rollout, and take the larger of both losses.
             huber_delta: Errors above this count linearly. None: all errors are squared.
             batch: Batch of the rows. None: the minibatch.
         """
@@ -148,12 +132,9 @@ class Loss:
         return values if normalizer is None else tuple(normalizer(value) for value in values)
 
     def add_scalar(self, name: str | None, value: Tensor, weight: Tensor | float = 1.0) -> None:
-        """Add a term that is not a mean over rows, such as a penalty on a mean.
+        """Add a term that is not a mean over rows, such as a penalty on a mean; a scalar that is equal on all ranks.
 
-        Args:
-            name: Recorded name. None: do not record it.
-            value: Scalar, equal on all ranks.
-            weight: Factor of the value in the sum.
+        Without a name it is not recorded.
         """
         if self.part != "critic":
             if name is not None:
@@ -189,8 +170,7 @@ class Loss:
     def stop_above(self, name: str, limit: float) -> None:
         """Stop the updates from this rollout if an observed mean over all ranks exceeds a limit.
 
-        Raises:
-            ValueError: No number with this name is observed.
+        Raises a `ValueError` if no number with this name is observed.
         """
         if self.part != "critic":
             if name not in self.observed:

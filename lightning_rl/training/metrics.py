@@ -30,12 +30,10 @@ class _Window(ExactStates, Metric):
     stays_off = ("xla",)  # which would compile for each number of values
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state of this rank as plain data."""
         states = {name: getattr(self, name).cpu().clone() for name in self.metric_state}
         return {"states": states, "update_called": self.update_called}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Restore a result of `snapshot`."""
         for name, value in snapshot["states"].items():
             setattr(self, name, value.to(getattr(self, name).device))
         self._update_count = int(snapshot["update_called"])
@@ -115,10 +113,7 @@ class Largest(_Window):
 class ScalarMeans(_Window):
     """Means of named scalars over all ranks. Names are sorted, because ranks add their vectors entry by entry.
 
-    Every rank must report the same names until `compute`, if necessary without values.
-
-    Args:
-        names: Initial names. `update` adds new names.
+    Every rank must report the same names until `compute`, if necessary without values; `update` adds new names.
     """
 
     sums: Tensor
@@ -167,13 +162,9 @@ _MAX_PENDING = 32
 
 
 class LogWindow(nn.Module):
-    """Statistics of all rollouts since the last log, over all ranks.
+    """Statistics of all rollouts since the last log, which began at `since` environment steps, over all ranks.
 
-    Attributes:
-        since: Environment steps at the start of the window.
-        episodes: Statistics of episodes.
-        means: Means of scalars by logged name.
-        counts: Sums and maxima by logged name, created with the first value.
+    `means` has means of scalars by logged name; `counts` has sums and maxima, created with the first value.
     """
 
     def __init__(self) -> None:
@@ -200,10 +191,7 @@ class LogWindow(nn.Module):
             metric.reset()
 
     def add(self, episodes: EpisodeSummary, scalars: Mapping[str, Sequence[float]], counts: Mapping[str, int]) -> None:
-        """Add a rollout of this rank: its episodes, any number of values for each mean, and its counts.
-
-        All ranks use the same names.
-        """
+        """Add episodes, any number of values for each mean, and counts of this rank; all ranks use the same names."""
         self._pending_rollouts += 1
         self._pending_episodes.returns += episodes.returns
         self._pending_episodes.lengths += episodes.lengths
@@ -264,11 +252,7 @@ _IN_PROGRESS_BAR = ("rollout/episode_return", "time/steps_per_second")
 
 
 class RolloutMetrics(LogWindow):
-    """Logs rollouts and their updates against environment steps.
-
-    Attributes:
-        eval_episodes: Statistics of the current evaluation.
-    """
+    """Logs rollouts and their updates against environment steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,10 +351,7 @@ def _counts_of(rollout: Rollout, policy_version: int) -> dict[str, int]:
 
 
 def _log_reduced(trainer: Trainer, values: Mapping[str, float], env_steps: int) -> None:
-    """Log scalars that are already reduced over steps and ranks.
-
-    `LightningModule.log` would take a hundred times as long: as long as a gradient step of a small network per value.
-    """
+    """Log scalars already reduced over steps and ranks, a hundred times as fast as `LightningModule.log`."""
     tensors = {name: torch.tensor(value) for name, value in values.items()}
     trainer.callback_metrics.update(tensors)
     trainer.logged_metrics.update(tensors)
@@ -398,8 +379,7 @@ def _log_clock(model: LightningModule) -> None:
 class StepMetric(Callback):
     """Keeps the metric `step` equal to the environment steps; `OnPolicyAlgorithm` adds it to every Trainer.
 
-    This is a callback, because callbacks log after the module, and `ModelCheckpoint` uses `step` before the module's
-    last hook.
+    Callbacks log after the module, and `ModelCheckpoint` uses `step` before the module's last hook.
     """
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:  # noqa: ANN401

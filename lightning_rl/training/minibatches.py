@@ -31,14 +31,7 @@ class BatchPair(NamedTuple):
 
 
 class VTraceEstimates(NamedTuple):
-    """The learner's estimates for the rows of an unroll, without gradient, `[N]` each.
-
-    Attributes:
-        values: Values of the critic.
-        log_rhos: Logarithms of the importance ratios.
-        advantages: V-trace advantages.
-        returns: V-trace value targets.
-    """
+    """Values, log importance ratios, V-trace advantages and targets of an unroll, `[N]`, without gradient."""
 
     values: Tensor
     log_rhos: Tensor
@@ -47,10 +40,9 @@ class VTraceEstimates(NamedTuple):
 
 
 class Unroll:
-    """A rollout in time order, together with its real steps as rows of a batch.
+    """A rollout `[T, B]` in time order, together with its real steps as rows of a batch.
 
     Attributes:
-        rollout: The rollout, `[T, B]`.
         batch: The rows. Its field `places` has the index t · B + b of each row.
         replayed: Unroll of earlier steps that the same gradient step learns from. None: no replay.
         estimates: Estimates of the last loss. None before the first.

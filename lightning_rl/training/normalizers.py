@@ -135,18 +135,10 @@ class Normalizers:
 class RewardNormalizer(nn.Module):
     """Divide rewards by the running standard deviation of the discounted return, and clip; the mean stays.
 
-    Like `VecNormalize` of OpenAI Baselines: R[t] = r[t] + gamma · R[t-1], starting at 0 in each episode. Gymnasium's
-    `NormalizeReward` drops R[t-1] already at a terminal step, and keeps R after a time limit. With `gamma=0`, R is the
-    reward itself.
-
-    Args:
-        gamma: Discount factor.
-        clip: Bound of the absolute normalized reward. None does not clip.
-        epsilon: Added to the variance.
-        initial_variance: Variance before any data.
-
-    Attributes:
-        discounted_return: R of each environment after the last rollout, `[B]`.
+    Like `VecNormalize` of OpenAI Baselines: R[t] = r[t] + gamma · R[t-1], starting at 0 in each episode; R `[B]` is
+    `discounted_return`. Gymnasium's `NormalizeReward` drops R[t-1] already at a terminal step, and keeps R after a time
+    limit. With `gamma=0`, R is the reward itself. `epsilon` is added to the variance, which is `initial_variance`
+    before any data.
     """
 
     def __init__(
@@ -174,15 +166,15 @@ class RewardNormalizer(nn.Module):
         first: int | None = None,
         starts: Tensor | None = None,
     ) -> None:
-        """Update the running variance with a rollout of each rank; a collective call.
+        """Update the running variance with a rollout of each rank, tensors `[T, B]`; a collective call.
 
         Args:
-            rewards: Raw rewards, shape `[T, B]`.
-            ends: Whether the episode ended with the step, shape `[T, B]`.
-            valid: Which entries are real steps, shape `[T, B]`. None: all.
+            rewards: Raw rewards.
+            ends: Whether the episode ended with the step.
+            valid: Which entries are real steps. None: all.
             first: Index of the rollout's first environment, if several actors deliver rollouts in turn. None: the
                 rollout has all environments.
-            starts: Which environments start an episode with the rollout, shape `[B]`; in a resumed run this may include
+            starts: Which environments start an episode with the rollout, `[B]`; in a resumed run this may include
                 environments whose last episode did not end. None: only environments whose last episode ended.
         """
         num_envs, start, known = rewards.shape[1], first or 0, self.discounted_return
@@ -206,10 +198,7 @@ class RewardNormalizer(nn.Module):
 
 
 def make_reward_normalizer(kind: bool | RewardScale, gamma: float, clip: float | None) -> RewardNormalizer | None:
-    """Return the normalizer for `normalization.rewards`, or None.
-
-    `reward_std` uses the epsilon of TF-Agents, 1e-3.
-    """
+    """Return the normalizer for `normalization.rewards`, or None; `reward_std` uses the epsilon of TF-Agents, 1e-3."""
     scale = reward_scale(kind)
     if scale is None:
         return None

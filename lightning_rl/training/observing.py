@@ -22,10 +22,9 @@ _FIRST_ROLLOUTS = 10
 
 
 class SaturationCheck(Callback):
-    """Logs the share of clipped action components, and warns once if it stays large.
+    """Logs the share of clipped action components, and warns once if it stays large; for action spaces with a `Box`.
 
     Actions outside the bounds differ in log-probability but not in effect, so learning from them adds noise.
-    `OnPolicyAlgorithm` adds this callback to the Trainer if the action space contains a `Box`.
     """
 
     def __init__(self) -> None:
@@ -67,10 +66,7 @@ class SaturationCheck(Callback):
 
 
 class HistogramLogger(Callback):
-    """Logs histograms of actions, advantages, parameters and gradients; `debug.histograms` adds it to the Trainer.
-
-    It logs after the first and the last pass over each rollout that is logged.
-    """
+    """Logs `debug.histograms` of actions, advantages, parameters and gradients, after the first and the last pass."""
 
     def on_pass_end(self, model: Any, batch: Batch, name: str) -> None:  # noqa: ANN401
         """Log histograms after a pass over a batch, in the group `name`; advantages are shown standardized."""

@@ -174,13 +174,9 @@ def _try_optimizer(
 def make_optimizers(
     policy: nn.Module, options: Mapping[str, Any], default: ClassSpec, rates: Sequence[float]
 ) -> tuple[list[Optimizer], list[LRScheduler]]:
-    """Return the optimizer of a policy, or the optimizers of its actor and of its critic, and their schedulers, if any.
+    """Return the optimizer of a policy, or one for its actor and one for its critic, and their schedulers.
 
-    Args:
-        policy: Policy with the parameters.
-        options: Options of the algorithm by full name.
-        default: Default optimizer of the algorithm.
-        rates: Learning rate of each optimizer.
+    `rates` has the learning rate of each; `default` is the optimizer of the algorithm if the options name none.
     """
     parts, groups = _parts(policy, options, default), options["optimizer.groups"]
     optimizers = [_make(*part, groups, rate) for part, rate in zip(parts, rates, strict=False)]
@@ -218,11 +214,8 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 class AdaptiveLearningRate:
     """Lowers the learning rate after large policy changes and raises it after small ones, as rl_games and rsl_rl do.
 
-    Attributes:
-        target_kl: Target divergence per rollout in nats. Between half and twice the target the rate stays.
-        factor: Factor of each change.
-        minimum: Smallest learning rate.
-        maximum: Largest learning rate.
+    The rate does not change while the divergence per rollout is between half and twice `target_kl`, in nats. Each
+    change is by `factor`, within `minimum` and `maximum`.
     """
 
     target_kl: float

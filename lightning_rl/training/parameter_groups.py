@@ -76,10 +76,8 @@ def split_parameters(
     """Return the parameters of each optimizer by pattern; None has the parameters that match no pattern.
 
     A pattern is a module or parameter (`critic_encoder`, `action_head.log_std`), or a shell pattern (`*.bias`). A
-    parameter belongs to the first matching pattern. With `separate`, the second optimizer has the critic.
-
-    Raises:
-        ConfigurationError: No parameter belongs to a pattern, or actor and critic share parameters.
+    parameter belongs to the first matching pattern. With `separate`, the second optimizer has the critic. Raises a
+    `ConfigurationError` if no parameter belongs to a pattern, or actor and critic share parameters.
     """
     named = dict(policy.named_parameters())
     critics = [name for name in named if separate and is_of_critic(name)]

@@ -101,22 +101,15 @@ def parse_schedule(
 ) -> Schedule:
     """Return the schedule that the value of an option describes.
 
-    Args:
-        field: Name of the option, for errors.
-        value: One of
+    * a number, or `{"kind": "constant", "value": a}`
+    * `{"kind": "linear", "start": a, "end": b, "over": steps}`: linear from a at step 0 to b, then constant. Without
+      `over`, the line ends with the run.
+    * `{"kind": "cosine", ...}`: the same with half a period of a cosine
+    * `{"kind": "piecewise", "points": [[0, a], [n, b], ...], "interpolate": False}`: the value of the last point
+      reached, or with `interpolate` linear between points; constant before the first and after the last
 
-            * a number, or `{"kind": "constant", "value": a}`
-            * `{"kind": "linear", "start": a, "end": b, "over": steps}`: linear from a at step 0 to b, then constant.
-              Without `over`, the line ends with the run.
-            * `{"kind": "cosine", ...}`: the same with half a period of a cosine
-            * `{"kind": "piecewise", "points": [[0, a], [n, b], ...], "interpolate": False}`: the value of the last
-              point reached, or with `interpolate` linear between points; constant before the first and after the last
-        above: Exclusive lower bound of numbers; schedules may reach it.
-        at_least: Lower bound of all values.
-        at_most: Upper bound of all values.
-
-    Raises:
-        ConfigurationError: The value is not a schedule, or out of bounds.
+    Numbers must be above `above`, which schedules may reach; all values must be between `at_least` and `at_most`.
+    Otherwise a `ConfigurationError` names the `field`.
     """
     if not isinstance(value, Mapping):
         try:

@@ -52,11 +52,7 @@ def filter_misleading_warnings() -> None:
 
 
 def filter_command_line_warnings(evaluating: bool = False) -> None:
-    """Ignore warnings about choices of the command line, and the tips of Lightning.
-
-    Args:
-        evaluating: Whether the command only evaluates.
-    """
+    """Ignore warnings about choices of the command line, and the tips of Lightning; `evaluating` ignores more."""
     filter_misleading_warnings()
     _ignore(_COMMAND_LINE + (_EVALUATION if evaluating else ()))
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")

@@ -69,9 +69,8 @@ class MaskSource:
     def learn(self, env: Any, find: Callable[[dict[str, Any]], Any]) -> None:  # noqa: ANN401 - single or vectorized
         """Reset an environment once, and set the space of masks from the masks that `find` returns for its `info`.
 
-        Raises:
-            EnvironmentFailure: The reset failed.
-            ConfigurationError: There are no masks, or they do not fit the action space.
+        A failed reset raises an `EnvironmentFailure`; masks that are missing or do not fit the action space raise a
+        `ConfigurationError`.
         """
         try:
             info = env.reset()[1]
@@ -117,11 +116,7 @@ class MaskSource:
         return parts
 
     def read(self, masks: Nested) -> Nested:
-        """Return masks as arrays `[..., *shape]`, nested as their space.
-
-        Raises:
-            ValueError: A mask has another shape, or an entry is neither 0 nor 1.
-        """
+        """Return masks as arrays `[..., *shape]`; a wrong shape or entries besides 0 and 1 raise a `ValueError`."""
         return map_leaves(self._to_bits, self._paths, masks)
 
     def _to_bits(self, path: str, mask: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401
@@ -204,11 +199,8 @@ def _stacked(rows: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401 - an array with
 class ReadMasks(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Reads and checks the masks of one environment in its process, and puts them into its `info`.
 
-    Observed masks are checked only. For other masks the constructor resets the environment once.
-
-    Raises:
-        ConfigurationError: See `MaskSource.learn`.
-        ValueError: In `reset` and `step`: a mask allows nothing although the episode continues.
+    Observed masks are checked only. For other masks the constructor resets the environment once, see
+    `MaskSource.learn`. A mask that allows nothing although the episode continues raises a `ValueError`.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], source: str) -> None:
@@ -253,12 +245,9 @@ class ReadMasks(gymnasium.Wrapper[Any, Any, Any, Any]):
 class MaskedActions(VectorHistory):
     """Adds masks from `info`, from a method or from observations to the observations.
 
-    If the environments have no `ReadMasks`, the constructor resets them once; their masks are arrays `[B, ...]`, or
-    arrays of objects.
-
-    Raises:
-        ConfigurationError: See `MaskSource.learn`.
-        WorkerFailure: In `reset` and `step`: a mask allows nothing although the episode continues.
+    If the environments have no `ReadMasks`, the constructor resets them once, see `MaskSource.learn`; their masks are
+    arrays `[B, ...]`, or arrays of objects. A mask that allows nothing although the episode continues raises a
+    `WorkerFailure`.
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any], source: str) -> None:

@@ -34,8 +34,8 @@ class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
 class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Takes each action as often as the policy chooses: actions are `{"action": ..., "repeat": 1 to max_repeats}`.
 
-    A step returns the discounted sum of rewards and the last observation and `info`. The end of an episode ends the
-    repetition; so does a lost life in evaluation, since lives are episodes in training.
+    A step returns the sum of rewards, discounted by `gamma`, and the last observation and `info`. The end of an episode
+    ends the repetition; so does a lost life in evaluation, since lives are episodes in training.
 
     Args:
         env: The environment.
@@ -73,10 +73,9 @@ class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def read_repeats(frames_per_step: int, learned: bool, infos: dict[str, Any], valid: Array) -> tuple[int, Array | None]:
-    """Return the simulation steps of the `valid` rows, `[B]`, of a batch, and the repeats of each row, `[B]`.
+    """Return the simulation steps of the `valid` rows, `[B]`, and the repeats of each row, `[B]`, if `learned`.
 
-    The repeats are None unless the policy chooses them (`learned`). `frames_per_step` is the number of simulation steps
-    per step of environments that do not report it in `infos`.
+    `frames_per_step` is the number of simulation steps per step of environments that do not report it in `infos`.
     """
     frames = _read(infos, "frames", np.full(len(valid), frames_per_step))
     repeats = _read(infos, "repeats", np.ones(len(valid), np.int64)) if learned else None
@@ -115,11 +114,7 @@ def _repeat(
 
 
 def learned_repeat(option: int | dict[str, float] | None) -> tuple[int, float] | None:
-    """Return the maximum of repeats and the discount factor within a step of `env.learned_action_repeat`.
-
-    Raises:
-        ConfigurationError: The option is neither an integer above 1 nor a dict with `max` and possibly `gamma`.
-    """
+    """Return maximum and discount factor of `env.learned_action_repeat`, or raise a `ConfigurationError`."""
     if option is None:
         return None
     name, given = "env.learned_action_repeat", option if isinstance(option, dict) else {"max": option}

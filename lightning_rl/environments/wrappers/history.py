@@ -24,10 +24,7 @@ class VectorHistory(VectorWrapper, ABC):
     """A vector wrapper whose observations depend on the episode so far, for every backend and autoreset mode.
 
     The final observation of an episode has the history of this episode, and the first observation of the next episode a
-    new history.
-
-    Attributes:
-        memory: The history of all environments: arrays `[B, ...]`, nested in any way.
+    new history. `memory` is the history of all environments: arrays `[B, ...]`, nested in any way.
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any], space: spaces.Space[Any]) -> None:
@@ -92,8 +89,8 @@ class VectorHistory(VectorWrapper, ABC):
     def load_state_dict(self, state: dict[str, Any], exact: Array, observations: Nested) -> Nested:
         """Restore the history, and return the current `observations` with it.
 
-        The state may come from another number of environments. Environments that were not restored exactly, `[B]`,
-        have begun new episodes.
+        The state may come from another number of environments. Environments that were not restored exactly, `[B]`, have
+        begun new episodes.
         """
 
         def load(own: Array, stored: torch.Tensor) -> None:

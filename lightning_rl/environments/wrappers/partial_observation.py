@@ -13,14 +13,9 @@ from lightning_rl.validation import check, is_int
 
 
 class PartialObservation(gymnasium.ObservationWrapper[Any, Any, Any]):
-    """Shows some entries of a vector, and hides the others.
+    """Shows the entries `indices` of a vector observation: `[0, 2]` hides the velocities of CartPole.
 
-    Args:
-        env: An environment with a `Box` of one dimension.
-        indices: Indices of the visible entries: `[0, 2]` shows position and angle of CartPole without velocities.
-
-    Raises:
-        ConfigurationError: Observations are not vectors, or have no such entry.
+    Observations that are not vectors or lack an entry raise a `ConfigurationError`.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], indices: Sequence[int]) -> None:
@@ -43,8 +38,7 @@ class PartialObservation(gymnasium.ObservationWrapper[Any, Any, Any]):
 class TerminationAsTruncation(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Reports terminations as truncations, so that values bootstrap from the final observation.
 
-    For environments that terminate at a time limit, such as old versions of Pendulum or HalfCheetah; DI-engine calls
-    this `ignore_done`.
+    For environments that terminate at a time limit, such as old versions of Pendulum (DI-engine's `ignore_done`).
     """
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401

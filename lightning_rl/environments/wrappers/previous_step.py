@@ -25,12 +25,9 @@ ACTION, REWARD, OBSERVATION = "previous_action", "previous_reward", "observation
 class PreviousStep(VectorHistory):
     """Adds the previous action and reward to observations; both are zeros at the start of an episode.
 
-    Discrete actions become one-hot vectors; continuous actions are clipped to their bounds.
-
-    `transform` is applied to the shown rewards, but not to the returned ones.
-
-    Raises:
-        ConfigurationError: Observations have a part of that name, or actions have no fixed number of entries.
+    Discrete actions become one-hot vectors; continuous actions are clipped to their bounds. `transform` is applied to
+    the shown rewards only. A part of the observation with that name, or actions without a fixed number of entries,
+    raise a `ConfigurationError`.
     """
 
     def __init__(

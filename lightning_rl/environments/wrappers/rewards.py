@@ -28,10 +28,7 @@ def check_reward_options(scale: float, clip: RewardClip | None, prefix: str = ""
 
 
 def make_reward_transform(scale: float = 1.0, clip: RewardClip | None = None) -> RewardTransform | None:
-    """Return a function that multiplies rewards by `scale` and then clips them; None if both have no effect.
-
-    `abs_one` clips to [-1, 1], a number c to [-c, c]. `soft_asymmetric` is 5 · tanh(r / 5), times 0.3 for negative r.
-    """
+    """Return the function of the options `env.reward_scale` and `env.reward_clip`; None if both have no effect."""
     if scale == 1 and clip is None:
         return None
     return functools.partial(_transform, scale, clip)
