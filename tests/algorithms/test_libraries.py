@@ -13,6 +13,8 @@ from lightning_rl import EnvStepLimit, Rollout
 from tests.helpers import FixedRollouts, make_trainer, parameters_of
 from tests.vectors.libraries import scripted
 
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
 PAGE = Path(__file__).parents[2] / "docs" / "same_update.md"
 RECORDED = sorted(path.stem for path in Path(scripted.__file__).parent.glob("*.npz"))
 # What each library takes for the value that follows a time limit.

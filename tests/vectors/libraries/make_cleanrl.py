@@ -1,6 +1,7 @@
 """One update of CleanRL's PPO: `python make_cleanrl.py <folder of its scripts>`.
 
-Runs `ppo.py` and `ppo_continuous_action.py` (commit fe8d8a0, gymnasium 0.29.1) for one iteration, and reads their variables.
+Runs `ppo.py` and `ppo_continuous_action.py` for one iteration (commit fe8d8a0, gymnasium 0.29.1) and reads their
+variables.
 """
 
 import os
