@@ -71,7 +71,7 @@ def logged(found: dict[str, list[dict[str, Any]]]) -> str:
     """Return what results have of the log beside returns: its first value and its last, of each seed."""
     lines = []
     for name, runs in sorted(found.items()):
-        for key in [key for key in runs[0]["curve"] if key.startswith("train/")]:
+        for key in [key for key in runs[0]["curve"] if not key.endswith("episode_return")]:
             ends = (f"{rows[0][1]:.3g} to {rows[-1][1]:.3g}" for rows in (run["curve"][key] for run in runs))
             lines.append(f"`{key}` of `{name}`, first logged to last, each seed: {', '.join(ends)}.\n")
     return "".join(lines)

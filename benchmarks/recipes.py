@@ -42,7 +42,7 @@ RECIPES = {
     "critic_pretraining/cartpole": Recipe(
         before=(*_RECORDED, "lightning-rl fit --config behaviour_cloning/cartpole"),
         arguments=("--init_from", "runs/behaviourcloning/CartPole-v1/version_0/checkpoints/last.ckpt"),
-        logged=("train/value_loss", "train/explained_variance"),
+        logged=("critic_pretraining/value_loss", "critic_pretraining/explained_variance"),
     ),
 }
 """By the name of the configuration; one that is not here needs nothing."""

@@ -143,8 +143,8 @@ def test_reproduce_makes_first_what_a_configuration_begins_with(tmp_path, monkey
     assert pretrained["before_seconds"]["cpu"] > 0
     assert pretrained["evaluation"]["returns"] == cloned["evaluation"]["returns"], "the policy stays as it is"
     assert len(set(cloned["evaluation"]["lengths"])) > 1, "by which two policies are told apart"
-    assert [step for step, _ in pretrained["curve"]["train/value_loss"]] == [256]
-    assert "train/value_loss" not in cloned["curve"]
+    assert [step for step, _ in pretrained["curve"]["critic_pretraining/value_loss"]] == [256]
+    assert "critic_pretraining/value_loss" not in cloned["curve"]
     assert "/tmp" not in json.dumps(results)
 
 

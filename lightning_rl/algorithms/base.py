@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, Any, ClassVar, Self
+from typing import IO, Any, ClassVar, Self, get_args
 
 import torch
 from gymnasium import spaces
@@ -79,6 +79,7 @@ from lightning_rl.training.config import (
 from lightning_rl.training.gradient_steps import GradientSteps, NotFiniteError
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.metrics import RolloutMetrics, StepMetric
+from lightning_rl.training.minibatches import Reduction
 from lightning_rl.training.normalizers import Normalizers, make_reward_normalizer
 from lightning_rl.training.observing import HistogramLogger, SaturationCheck
 from lightning_rl.training.optimizers import (
@@ -106,6 +107,7 @@ from lightning_rl.validation import (
     check,
     constructor_options,
     import_class,
+    is_one_of,
     loading,
 )
 
@@ -247,9 +249,10 @@ class OnPolicyAlgorithm(LightningModule):
     def step_weights(self, rollout: Rollout) -> Tensor | None:
         """Return the weight of each step in losses and means, `[T, B]`, at least 0. None weights all steps equally.
 
-        Steps of weight 0 are not learned from, but their rewards and values still count for earlier steps.
+        Steps of weight 0 are not learned from, but their rewards and values still count for earlier steps. The default
+        is `rollout.weights`.
         """
-        return None
+        return rollout.weights
 
     def minibatch_order(self, num_items: int) -> Tensor:
         """Return the order of the rows in one pass, indices `[M]`. With memory, these are the indices of sequences."""
@@ -422,7 +425,9 @@ class OnPolicyAlgorithm(LightningModule):
             self.steps.observe(policy_lag=torch.tensor(float(lag), device=self.device))
         for replay in self.replays.values():
             replay.begin()
-        return rates | {name: value for name, value in scheduled.items() if name not in RATES}
+        coef: Any = getattr(self, "entropy_coef", None)
+        constant = {} if coef is None else {"entropy_coef": float(coef)}
+        return rates | constant | {name: value for name, value in scheduled.items() if name not in RATES}
 
     def _commit_update(self, rollout: Rollout) -> None:
         if self.normalizers.of_values is not None and not self.steps.has_value:
@@ -448,16 +453,29 @@ class OnPolicyAlgorithm(LightningModule):
         self.normalizers.rollback()
 
     @torch.no_grad()
-    def compute_loss(self, rollout: Rollout | Batch) -> dict[str, float]:
+    def compute_loss(
+        self, rollouts: Rollout | Batch | Sequence[Rollout | Batch], reduction: Reduction = "mean"
+    ) -> dict[str, float]:
         """Return the terms of the loss over a rollout, or rows of its `batch`, without learning: `policy_loss`, ….
 
         Changes nothing: no parameter, gradient, normalizer, clock, generator or logged value. Needs no Trainer. With
         several ranks it is a collective call over the rows of all ranks. With `normalization.update: before` the
         normalizers know the rollout, as they would when learning.
+
+        Args:
+            rollouts: One or several. Several have the `mean` of each term over the rollouts, or the `sum`.
+            reduction: `mean` or `sum`.
         """
-        with self.normalizers.isolated(), self.steps.isolated():
-            self.record_loss(rollout)
-            return self.steps.means()
+        several = [rollouts] if isinstance(rollouts, Rollout | Batch) else rollouts
+        check(len(several) > 0, "compute_loss: rollouts", rollouts, "at least one rollout")
+        check(is_one_of(reduction, get_args(Reduction)), "compute_loss: reduction", reduction, "mean or sum")
+        terms: dict[str, list[float]] = {}
+        for rollout in several:
+            with self.normalizers.isolated(), self.steps.isolated():
+                self.record_loss(rollout)
+                for name, value in self.steps.means().items():
+                    terms.setdefault(name, []).append(value)
+        return {name: sum(x) / (len(x) if reduction == "mean" else 1) for name, x in terms.items()}
 
     def record_loss(self, rollout: Rollout | Batch) -> None:
         """Record the terms for `compute_loss`; override it if they are not `loss(batch(rollout))`."""
@@ -470,8 +488,9 @@ class OnPolicyAlgorithm(LightningModule):
         """Return `step_weights(rollout)`, or raise a `ConfigurationError` if its shape is not `[T, B]`."""
         weights = self.step_weights(rollout)
         if weights is not None:
-            found, expected = tuple(weights.shape), rollout.shape
-            check(found == expected, "step_weights: shape", found, f"{expected}, steps and environments of the rollout")
+            name, found, expected = "step_weights", tuple(weights.shape), rollout.shape
+            name = "rollout.weights" if weights is rollout.weights else name
+            check(found == expected, f"{name}: shape", found, f"{expected}, steps and environments of the rollout")
         return weights
 
     # ------------------------------------------------------------------ acting

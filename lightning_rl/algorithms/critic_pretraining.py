@@ -97,6 +97,7 @@ class CriticPretraining(OnPolicyAlgorithm):
         if target != "vtrace":
             check(vtrace_lambda == 1, "vtrace_lambda", vtrace_lambda, "1 unless target is vtrace")
         check_critic(self.policy, "model", type(self).__name__)
+        self.metrics.prefix = "critic_pretraining"
         self.reduction = reduction
         self.estimator.target = target
         self.estimator.vtrace_lambda = self.scheduled(

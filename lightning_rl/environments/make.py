@@ -289,13 +289,15 @@ def _make_wrapped(
         env: gymnasium.Env[Any, Any] = gymnasium.make(gym_spec, **kwargs)
         if atari:
             env = atari.wrap(env, gym_spec.kwargs.get("repeat_action_probability", 0.0), spec.evaluation)
+    counts_all = spec.env.frame_count == "nominal"
     if spec.env.action_repeat > 1:
-        env = ActionRepeat(env, spec.env.action_repeat)
+        env = ActionRepeat(env, spec.env.action_repeat, counts_all)
     for wrapper in env_wrappers:
         env = _wrapped(env, wrapper)
     frames = _frames_per_step(spec, atari)
     if (repeat := learned_repeat(spec.env.learned_action_repeat)) is not None:
-        env = LearnedActionRepeat(env, *repeat, frames, spec.evaluation, _clips(atari))
+        clips = _clips(atari)
+        env = LearnedActionRepeat(env, repeat.max, repeat.gamma, frames, spec.evaluation, clips, counts_all)
     env = spec.wrap(env)
     return Camera(env, steps_per_second(env, atari is not None, frames)) if spec.filmed else env
 
@@ -323,8 +325,10 @@ def _frames_per_step(spec: EnvironmentSpec, atari: AtariPreprocessing | None) ->
 
 
 def _repeat_reader(spec: EnvironmentSpec, atari: AtariPreprocessing | None) -> Any:  # noqa: ANN401 - a function
-    frames, learned = _frames_per_step(spec, atari), spec.env.learned_action_repeat is not None
-    return functools.partial(read_repeats, frames, learned) if learned or frames > 1 else None
+    frames, learned = _frames_per_step(spec, atari), learned_repeat(spec.env.learned_action_repeat)
+    if learned is None and frames == 1:
+        return None
+    return functools.partial(read_repeats, frames, learned is not None and learned.each_discounts)
 
 
 def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple[ClassSpec, ...]]:

@@ -71,7 +71,10 @@ class EnvConfig:
         learned_action_repeat: Maximum number of repeats that the policy chooses for each action (`sync` and `async`
             only). Actions become a `Dict` of `action` and `repeat`, a step returns the sum of rewards, and the next
             value is discounted by the algorithm's γ to the power of the repeats. `{"max": n, "gamma": γ}` also
-            discounts the rewards within a training step. None disables repeats.
+            discounts the rewards within a training step; `{"max": n, "discount": "per_step"}` discounts the next value
+            by γ once, for every number of repeats. None disables repeats.
+        frame_count: Which frames of repeated actions the clock counts: `simulated` counts the frames that really ran;
+            `nominal` counts all repeats of every action, also those after the end of an episode, which never ran.
         reward_scale: Multiplier of training rewards.
         reward_clip: Clipping of training rewards after scaling: `abs_one` to [-1, 1], a number c to [-c, c];
             `soft_asymmetric` maps r to 5 · tanh(r / 5), times 0.3 for negative r. None does not clip.
@@ -95,7 +98,8 @@ class EnvConfig:
     imports: Sequence[str] = ()
     max_episode_steps: int | None = None
     action_repeat: int = 1
-    learned_action_repeat: int | dict[str, float] | None = None
+    learned_action_repeat: int | dict[str, Any] | None = None
+    frame_count: Literal["simulated", "nominal"] = "simulated"
     reward_scale: float = 1.0
     reward_clip: RewardClip | None = None
     frame_stack: int | None = None
@@ -130,7 +134,10 @@ class EnvConfig:
         known = is_one_of(self.on_failure, get_args(OnEnvFailure))
         check(known, "env.on_failure", self.on_failure, "raise or restart")
         check_positive_int("env.action_repeat", self.action_repeat)
-        learned_repeat(self.learned_action_repeat)
+        repeats = learned_repeat(self.learned_action_repeat) is not None or self.action_repeat > 1
+        known = self.frame_count == "simulated" or (self.frame_count == "nominal" and repeats)
+        expected = "simulated, or nominal beside env.action_repeat or env.learned_action_repeat"
+        check(known, "env.frame_count", self.frame_count, expected)
         for name, off, cannot in (
             ("on_failure", "raise", "replaced"),
             ("action_repeat", 1, "stepped"),

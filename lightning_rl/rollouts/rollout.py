@@ -17,7 +17,7 @@ from lightning_rl.rollouts.sequences import cut
 OnTruncation = Literal["bootstrap", "terminal"]
 _FIELDS = (
     *("observations", "actions", "rewards", "terminated", "truncated", "valid", "log_probs", "values", "next_values"),
-    *("final_indices", "final_observations", "starts", "memory", "repeats"),
+    *("final_indices", "final_observations", "starts", "memory", "repeats", "weights"),
 )
 
 
@@ -55,7 +55,9 @@ class Rollout:
         memory: For a recurrent policy, the recurrent states from which the `K` sequences of each environment are
             unrolled, `[K, B, ...]`.
         burn_in: Number of steps from the states in `memory` to their sequences; fewer at the start of the rollout.
-        repeats: Number of times that the environment took each action, `[T, B]`, if the policy chooses it.
+        repeats: Number of times that the environment took each action, `[T, B]`, if the policy chooses it and each
+            repeat discounts; otherwise None.
+        weights: Weight of each step in losses, `[T, B]`, see `OnPolicyAlgorithm.step_weights`; None: equal weights.
         policy_version: Number of updates of the policy that acted.
         episodes: Returns and lengths of the episodes that ended in this rollout.
         infos: Numbers of each key in `info_keys` of the data module.
@@ -90,6 +92,7 @@ class Rollout:
         memory: Nested | None = None,
         burn_in: int = 0,
         repeats: Tensor | None = None,
+        weights: Tensor | None = None,
         policy_version: int = 0,
         episodes: EpisodeSummary | None = None,
     ) -> None:
@@ -108,6 +111,7 @@ class Rollout:
         self.memory = memory
         self.burn_in = burn_in
         self.repeats = repeats
+        self.weights = weights
         self.policy_version = policy_version
         self.episodes = episodes or EpisodeSummary([], [])
         self.infos: dict[str, list[float]] = {}

@@ -252,10 +252,11 @@ _IN_PROGRESS_BAR = ("rollout/episode_return", "time/steps_per_second")
 
 
 class RolloutMetrics(LogWindow):
-    """Logs rollouts and their updates against environment steps."""
+    """Logs rollouts and their updates against environment steps; names of values of updates begin with `prefix`."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.prefix = "train"
         self.eval_episodes = EpisodeStatistics()
         self._logs_steps = self._logs_epochs = False
         self._clock_will_move = False
@@ -265,7 +266,7 @@ class RolloutMetrics(LogWindow):
     def add_rollout(self, model: Any, rollout: Rollout, means: Mapping[str, float], update_seconds: float) -> None:  # noqa: ANN401
         """Add a rollout with the means of its updates; log the window after every `log_every_n_steps` rollouts."""
         clock, interval = model.clock, model.trainer.log_every_n_steps
-        scalars = {f"train/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
+        scalars = {f"{self.prefix}/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
         scalars |= {f"rollout/{key}": values for key, values in rollout.infos.items()}
         scalars |= {"time/rollout_seconds": [rollout.seconds], _UPDATE_SECONDS: [update_seconds]}
         scalars |= {f"time/{part}_seconds": [spent] for part, spent in rollout.parts_of_seconds.items()}

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_rl import A2C, IMPALA, PPO, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
 from lightning_rl.checkpointing.format import run_state
 from lightning_rl.nested import leaves
+from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     DISCRETE,
     VECTOR,
@@ -121,6 +122,24 @@ def test_compute_loss_needs_no_trainer_and_takes_batches(case):
         if "weights" not in batch.fields:
             assert sum(parts) / 2 == pytest.approx(whole["value_loss"], rel=1e-5)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("case", ["ppo", "normalisers_first", "impala"])
+def test_compute_loss_of_several_rollouts_is_their_mean_or_sum(case):
+    """Each rollout is computed alone, whatever the others do to the normalizers."""
+    model = make(case)
+    rollouts = [random_rollout(model.policy, seed=seed, valid=seed == 1) for seed in (0, 1, 2)]
+    each = [model.compute_loss(rollout) for rollout in rollouts]
+    assert each[0] == model.compute_loss(rollouts[:1]) == model.compute_loss(rollouts[0], "sum")
+    means, sums = model.compute_loss(rollouts), model.compute_loss(rollouts, reduction="sum")
+    assert means.keys() == sums.keys() == each[0].keys()
+    for name in means:
+        assert sums[name] == pytest.approx(sum(terms[name] for terms in each), rel=1e-12, abs=1e-12)
+        assert means[name] == pytest.approx(sums[name] / 3, rel=1e-12, abs=1e-12)
+    with pytest.raises(ConfigurationError, match=r"compute_loss: reduction='max' .* mean or sum"):
+        model.compute_loss(rollouts, reduction="max")
+    with pytest.raises(ConfigurationError, match=r"compute_loss: rollouts=\[\] .* at least one"):
+        model.compute_loss([])
 
 
 def test_compute_loss_raises_without_a_loss_method():

@@ -22,6 +22,7 @@ from tests.helpers import (
     DISCRETE,
     VECTOR,
     FixedRollouts,
+    MemoryLogger,
     Recorder,
     make_data,
     make_trainer,
@@ -122,6 +123,16 @@ def test_pretrained_values_converge_and_initialize_another_algorithm(tmp_path):
         begun = algorithm(*spaces, gamma=0.9, policy={"hidden_sizes": (16,)})
         begun.init_from(tmp_path / "critic.ckpt")
         assert torch.equal(begun.policy.value(steps), model.policy.value(steps))
+
+
+def test_logged_names_have_a_prefix_of_their_own():
+    model, logger = make(CriticPretraining), MemoryLogger()
+    rollouts = FixedRollouts([random_rollout(model.policy, off_policy=0.0)], model)
+    make_trainer(precision="64-true", logger=logger, log_every_n_steps=1).fit(model, rollouts)
+    ((metrics, _),) = logger.calls
+    own = {name.partition("/")[2] for name in metrics if name.startswith("critic_pretraining/")}
+    assert {"value_loss", "loss", "grad_norm", "learning_rate", "explained_variance", "first_ratio_error"} <= own
+    assert not any(name.startswith("train/") for name in metrics)
 
 
 def test_invalid_options_raise():

@@ -14,6 +14,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl import CLEAR, IMPALA, OnPolicyAlgorithm, Rollout
+from lightning_rl.environments.wrappers.action_repeat import learned_repeat
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.distributions.discrete import Categorical
 from lightning_rl.policies.distributions.joint import Joint
@@ -167,16 +168,20 @@ def learn_case(name: str, **options: Any) -> tuple[Any, dict[str, float]]:
     return model, learn(model, new)
 
 
-def test_chosen_action_repeats_discount_the_next_value_repeatedly() -> None:
-    """Targets by γ^(step_mul + 1), the behaviour's."""
+@pytest.mark.parametrize(
+    ("discount", "name"), [("per_repeat", "discount_gamma_pow_steps"), ("per_step", "seed_formula_float64")]
+)
+def test_discounts_of_chosen_action_repeats_match_the_reference(discount: str, name: str) -> None:
+    """Targets by γ^(step_mul + 1), the behaviour's, and by γ for every number of repeats, as in the reference."""
     heads = [*HEADS]
     model = make(AS_IT_IS["learner"]["no_replay"], IMPALA)
     rollout = rollout_of(slice(None), heads)
-    rollout.repeats = rollout.actions["step_mul"] + 1
+    if learned_repeat({"max": 5, "discount": discount}).each_discounts:
+        rollout.repeats = rollout.actions["step_mul"] + 1
     steps = model.batch(rollout)
     model.loss(steps)
     found = steps.estimates
-    expected = RIGHT["no_replay"]["discount_gamma_pow_steps"]
+    expected = RIGHT["no_replay"][name]
     for own, theirs in ((found.returns, "vs"), (found.advantages, "pg_advantages")):
         torch.testing.assert_close(own.view(LENGTH, NUM_ENVS), double(expected[theirs]), rtol=1e-7, atol=1e-7)
 

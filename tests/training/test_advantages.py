@@ -286,6 +286,39 @@ def test_step_weights_make_the_loss_a_weighted_mean():
     )
 
 
+@pytest.mark.parametrize("cls", [PPO, A2C, TFAgentsPPO])
+def test_weights_of_a_rollout_equal_the_weights_of_the_method(cls):
+    """Losses, and the parameters after an update, also of copies of the rollout."""
+    found = []
+    for kind in (cls, type("Weighed", (cls,), {"step_weights": Weighing.step_weights})):
+        torch.manual_seed(0)
+        model = kind(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}).double()
+        rollout = random_rollout(model.policy)
+        weights = torch.rand(rollout.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).round(
+            decimals=1
+        )
+        unweighted = model.compute_loss(rollout) if kind is cls else {}
+        if kind is cls:
+            rollout.weights = weights
+            rollout = Rollout(**rollout.clone().state_dict())
+        else:
+            model.given = weights
+        losses = model.compute_loss(rollout)
+        fit(model, rollout)
+        found.append((losses, parameters_of(model)))
+        assert losses != unweighted
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(x, found[1][1][name]) for name, x in found[0][1].items())
+
+
+def test_weights_of_a_rollout_of_another_shape_are_refused():
+    model = make()
+    rollout = random_rollout(model.policy)
+    rollout.weights = torch.ones(4)
+    with pytest.raises(ConfigurationError, match=r"rollout.weights: shape=\(4,\) is not valid: expected \(12, 4\)"):
+        model.batch(rollout)
+
+
 @pytest.mark.parametrize("cls", [PPO, TFAgentsPPO])
 def test_step_weights_of_another_shape_are_refused(cls):
     """With as many environments as steps, weights of one dimension would be ambiguous."""

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 
-from lightning_rl import A2C, PPO, EnvStepLimit
+from lightning_rl import A2C, IMPALA, PPO, EnvStepLimit
 from lightning_rl.fast import FlatAdam
 from lightning_rl.training.loss import Loss
 from lightning_rl.validation import ConfigurationError
@@ -108,6 +109,17 @@ def test_schedule_equals_changing_the_attribute_by_hand():
     for name, parameter in scheduled.named_parameters():
         torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-12)
     assert any(not torch.equal(p, expected[name]) for name, p in constant.named_parameters())
+
+
+@pytest.mark.parametrize(("algorithm", "given"), [(PPO, {}), (A2C, {"entropy_coef": 0.02}), (IMPALA, {})])
+def test_a_constant_entropy_coefficient_is_logged(algorithm: type[Any], given: dict[str, float]) -> None:
+    """Also after a callback has changed it."""
+    torch.manual_seed(0)
+    model, logger = algorithm(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, **given).double(), MemoryLogger()
+    expected = given.get("entropy_coef", {PPO: 0.0, IMPALA: 0.01}.get(algorithm))
+    change = LambdaCallback(on_train_batch_end=lambda trainer, module, *_: setattr(module, "entropy_coef", 0.5))
+    learn(model, logger=logger, log_every_n_steps=1, callbacks=[change, EnvStepLimit(2 * ROWS)])
+    assert logger.rows("train/entropy_coef") == [(ROWS, expected), (2 * ROWS, 0.5)]
 
 
 def test_scheduled_options_are_logged_and_constants_are_not():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -10,7 +11,7 @@ from gymnasium import spaces
 
 from lightning_rl.environments.contract import LIFE_LOST
 from lightning_rl.environments.wrappers.rewards import RewardTransform
-from lightning_rl.validation import check, check_number, check_positive_int, is_int
+from lightning_rl.validation import check, check_number, check_positive_int, is_int, is_one_of
 
 Array = np.ndarray[Any, Any]
 REPEATED = "lightning_rl/repeated"
@@ -20,15 +21,20 @@ number of environment steps; `repeats`, how often the action was taken, if the p
 
 
 class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Takes each action `times` times, or until the episode ends; returns the sum of rewards, and the last values."""
+    """Takes each action `times` times, or until the episode ends; returns the sum of rewards, and the last values.
 
-    def __init__(self, env: gymnasium.Env[Any, Any], times: int) -> None:
+    With `counts_all`, `info` counts `times` frames also if the episode ends earlier.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], times: int, counts_all: bool = False) -> None:
         super().__init__(env)
         self.times = times
+        self.counts_all = counts_all
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
         (observation, rewards, *ends), infos = _repeat(self.env, action, self.times)
-        return observation, sum(rewards), *ends, infos[-1] | {REPEATED: {"frames": len(infos)}}
+        frames = self.times if self.counts_all else len(infos)
+        return observation, sum(rewards), *ends, infos[-1] | {REPEATED: {"frames": frames}}
 
 
 class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -44,6 +50,7 @@ class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
         frames_per_step: Simulation steps per step of `env`, unless its `info` has the number.
         evaluation: Return the undiscounted sum of rewards, and put the training reward into `info`.
         clips: Function by which training, but not evaluation, clips the rewards of `env`.
+        counts_all: Count the frames of all chosen repeats, also if the episode ends earlier.
     """
 
     def __init__(
@@ -54,9 +61,11 @@ class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
         frames_per_step: int = 1,
         evaluation: bool = False,
         clips: RewardTransform | None = None,
+        counts_all: bool = False,
     ) -> None:
         super().__init__(env)
         self.gamma = gamma
+        self.counts_all = counts_all
         self.frames_per_step = frames_per_step
         self.evaluation = evaluation
         self._clips = clips if evaluation else None
@@ -64,21 +73,26 @@ class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.action_space = spaces.Dict({"action": env.action_space, "repeat": repeat})
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        (observation, rewards, *ends), infos = _repeat(self.env, action["action"], int(action["repeat"]))
+        times = int(action["repeat"])
+        (observation, rewards, *ends), infos = _repeat(self.env, action["action"], times)
         clipped = rewards if self._clips is None else [float(self._clips(reward)) for reward in rewards]
         earned = sum(self.gamma**place * reward for place, reward in enumerate(clipped))
         frames = sum(info[REPEATED]["frames"] if REPEATED in info else self.frames_per_step for info in infos)
+        if self.counts_all:
+            frames = times * self.frames_per_step
         counts = {"frames": frames, "repeats": len(infos)} | ({"earned": earned} if self.evaluation else {})
         return observation, sum(rewards) if self.evaluation else earned, *ends, infos[-1] | {REPEATED: counts}
 
 
-def read_repeats(frames_per_step: int, learned: bool, infos: dict[str, Any], valid: Array) -> tuple[int, Array | None]:
-    """Return the simulation steps of the `valid` rows, `[B]`, and the repeats of each row, `[B]`, if `learned`.
+def read_repeats(
+    frames_per_step: int, each_discounts: bool, infos: dict[str, Any], valid: Array
+) -> tuple[int, Array | None]:
+    """Return the simulation steps of the `valid` rows, `[B]`, and the repeats of each row, `[B]`, if `each_discounts`.
 
     `frames_per_step` is the number of simulation steps per step of environments that do not report it in `infos`.
     """
     frames = _read(infos, "frames", np.full(len(valid), frames_per_step))
-    repeats = _read(infos, "repeats", np.ones(len(valid), np.int64)) if learned else None
+    repeats = _read(infos, "repeats", np.ones(len(valid), np.int64)) if each_discounts else None
     return int(frames.sum(where=valid)), repeats
 
 
@@ -113,14 +127,24 @@ def _repeat(
     return (observation, rewards, terminated, truncated), infos
 
 
-def learned_repeat(option: int | dict[str, float] | None) -> tuple[int, float] | None:
-    """Return maximum and discount factor of `env.learned_action_repeat`, or raise a `ConfigurationError`."""
+class LearnedRepeat(NamedTuple):
+    """The option `env.learned_action_repeat`; `each_discounts`: each repeat discounts the next value, not each step."""
+
+    max: int
+    gamma: float
+    each_discounts: bool
+
+
+def learned_repeat(option: int | Mapping[str, Any] | None) -> LearnedRepeat | None:
+    """Return the option `env.learned_action_repeat`, or raise a `ConfigurationError`."""
     if option is None:
         return None
-    name, given = "env.learned_action_repeat", option if isinstance(option, dict) else {"max": option}
-    fits = "max" in given and {*given} <= {"max", "gamma"} and is_int(given["max"]) and given["max"] > 1
-    check(fits, name, option, "an integer above 1, or a dict with such an integer as max and a gamma")
+    name, given = "env.learned_action_repeat", option if isinstance(option, Mapping) else {"max": option}
+    known = {*given} <= {"max", "gamma", "discount"}
+    fits = "max" in given and known and is_int(given["max"]) and given["max"] > 1
+    check(fits, name, option, "an integer above 1, or a dict with such an integer as max, a gamma and a discount")
     check_positive_int(f"{name}: max", given["max"])
-    gamma = given.get("gamma", 1.0)
+    gamma, discount = given.get("gamma", 1.0), given.get("discount", "per_repeat")
     check_number(f"{name}: gamma", gamma, above=0, at_most=1)
-    return int(given["max"]), float(gamma)
+    check(is_one_of(discount, ("per_repeat", "per_step")), f"{name}: discount", discount, "per_repeat or per_step")
+    return LearnedRepeat(int(given["max"]), float(gamma), discount == "per_repeat")

@@ -17,7 +17,7 @@ from lightning_rl.rollouts.rollout import Rollout
 ReplayPolicy = Literal["reservoir", "fifo"]
 _PER_STEP = (
     *("observations", "actions", "rewards", "terminated", "truncated", "log_probs", "values"),
-    *("valid", "starts", "repeats"),
+    *("valid", "starts", "repeats", "weights"),
 )
 _OTHERS = ("final_steps", "final_observations", "burn_in")
 

@@ -20,6 +20,7 @@ from lightning_rl.validation import ConfigurationError
 from tests.environments.test_atari_lives import whole_game
 from tests.helpers import MemoryLogger, Recorder, make_data, make_trainer
 from tests.probes import Counter, Told, make_batch, make_collector
+from tests.vectors.load import load
 
 COUNTER = "Probe/Counter-v0"
 
@@ -122,6 +123,43 @@ def test_fixed_and_learned_repeats_multiply():
     assert rollout.frames == 5
 
 
+def test_frame_count_matches_the_reference_with_a_fixed_repeat():
+    """The reference counts all repeats of its unrolls; here most end with an episode, and do not run."""
+    reference = load("ppg_vtrace/seed_learner_tf")["learner"]["fixed_step_mul"]
+    given = reference["kwargs"]
+    length, num_envs = given["unroll_length"], given["batch_size"] - given["batch_size_from_replay"]
+    frames = {}
+    for count in ("simulated", "nominal"):
+        env = {"action_repeat": given["step_mul"], "frame_count": count}
+        environments = make_batch(COUNTER, num_envs, env=env, lengths=(5, 9), start=1)
+        frames[count] = make_collector(environments, length).collect(Told(torch.zeros(1, dtype=torch.long))).frames
+        environments.close()
+    assert frames["nominal"] == reference["frames_added"] == 96
+    assert frames["simulated"] == num_envs * (5 + (8 + 1) + 5 + (8 + 1))
+
+
+def test_nominal_frame_count_of_learned_repeats_counts_chosen_repeats():
+    """Steps of 2, 3, 1 and 2 repeats of 2 frames; episodes of 5 frames end in the second and the fourth of these."""
+    env = {"learned_action_repeat": 3, "action_repeat": 2, "frame_count": "nominal"}
+    environments = make_batch(COUNTER, env=env, lengths=(5,), reward=1.0)
+    rollout = make_collector(environments, 4).collect(Repeating())
+    environments.close()
+    assert rollout.rewards[:, 0].tolist() == [4, 1, 2, 3]
+    assert rollout.frames == 2 * (2 + 3 + 1 + 2)
+
+
+def test_discount_per_step_counts_each_choice_once():
+    """The rewards of a step are summed as before."""
+    env = {"learned_action_repeat": {"max": 3, "gamma": 0.5, "discount": "per_step"}}
+    scripted = {"lengths": (5, 4), "ends": ("truncated", "terminated")}
+    environments = make_batch(COUNTER, env=env, **scripted)
+    rollout = make_collector(environments, 6).collect(Repeating())
+    environments.close()
+    assert rollout.rewards[:, 0].tolist() == [1 + 0.5 * 2, 3 + 0.5 * 4 + 0.25 * 5, 101, 102 + 0.5 * 103, 104, 201]
+    assert rollout.discounts(0.5)[:, 0].tolist() == [0.5, 0.5, 0.5, 0.5, 0, 0.5]
+    assert rollout.frames == 10
+
+
 def test_every_algorithm_discounts_by_the_number_of_repeats():
     """Advantages of the first step, by hand: three frames of reward 1 and γ = 0.5."""
     data = make_data(
@@ -216,6 +254,12 @@ def test_policy_learns_to_repeat_actions(algorithm):
         ({"env": {"learned_action_repeat": 1}}, "env.learned_action_repeat=1 "),
         ({"env": {"learned_action_repeat": {"gamma": 0.9}}}, "env.learned_action_repeat="),
         ({"env": {"learned_action_repeat": {"max": 2, "gamma": 1.1}}}, "env.learned_action_repeat: gamma=1.1"),
+        (
+            {"env": {"learned_action_repeat": {"max": 2, "discount": "step"}}},
+            "discount='step' .* per_repeat or per_step",
+        ),
+        ({"env": {"frame_count": "nominal"}}, "env.frame_count='nominal' .* beside env.action_repeat"),
+        ({"env": {"frame_count": "all", "action_repeat": 2}}, "env.frame_count='all' "),
         (
             {"env": {"learned_action_repeat": 2}, "backend": "native"},
             "env.learned_action_repeat=2 .* expected None with backend",
