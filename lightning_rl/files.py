@@ -28,8 +28,8 @@ class DamagedFileError(ConfigurationError):
 def check_intact(path: object, field: str, expected: str) -> None:
     """Compare every entry of a file from `torch.save` with its checksum, at 0.3 s per GiB in the page cache.
 
-    URLs, open files, folders and missing files are not checked. `field` is the option that names the file, and
-    `expected` the kind of file, for the message of the `DamagedFileError`.
+    URLs, open files, folders and missing files are not checked. `field`, the option, and `expected`, the kind of file,
+    are for the message of the `DamagedFileError`.
     """
     if not isinstance(path, str | Path) or not Path(path).is_file():
         return
@@ -60,14 +60,8 @@ def _check_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
 def load_plain(path: str | Path, field: str, expected: str, mapped: bool = False) -> dict[str, Any]:
     """Read a file of tensors and plain values without unpickling.
 
-    Args:
-        path: The file.
-        field: The option that names the file, for errors.
-        expected: Expected kind of file, for errors.
-        mapped: Map tensors from disk and skip checksums: faster if only a few values are needed.
-
-    Raises:
-        ConfigurationError: The file is missing, damaged, or has other content.
+    `mapped` maps tensors from disk and skips checksums: faster if only a few values are needed. A file that is missing,
+    damaged or has other content than `expected` raises a `ConfigurationError`.
     """
     named = f"{field}={str(path)!r}"
     if not Path(path).is_file():
@@ -99,8 +93,7 @@ def read_data(
 def read_yaml(path: str | Path, field: str) -> Any:  # noqa: ANN401 - YAML
     """Return the content of a YAML file: lists and dicts of plain values.
 
-    Raises:
-        ConfigurationError: The file is not readable or not YAML, names Python objects, or grows huge through aliases.
+    A file that is not readable YAML, names Python objects or grows huge through aliases raises a `ConfigurationError`.
     """
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))

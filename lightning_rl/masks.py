@@ -79,8 +79,7 @@ def component_names(space: spaces.Space[Any], path: str = "") -> list[str]:
 def find_masks(space: spaces.Space[Any]) -> str | None:
     """Return the path to the outermost part of an observation space that contains only masks; None without masks.
 
-    Raises:
-        ConfigurationError: There are several such parts, or one outside a `Dict`, or nothing else to observe.
+    Several such parts, one outside a `Dict`, or nothing else to observe raise a `ConfigurationError`.
     """
     paths = [path for path, leaf in space_leaves(space).items() if isinstance(leaf, ActionMask)]
     if not paths:
@@ -162,7 +161,6 @@ class MaskLayout:
         return (self.choices[mask.given], self.choices[path])
 
     def _depth(self, name: str) -> int:
-        """Return how many components a component depends on, directly or indirectly."""
         chain = [name]
         while (other := self.given.get(chain[-1])) is not None:
             check(other not in chain, "action_mask: given", self.given, "no component that depends on itself")

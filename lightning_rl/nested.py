@@ -1,7 +1,4 @@
-"""Functions for nested observations and actions: dicts and tuples of arrays or tensors, and their spaces.
-
-A single array or tensor is the simplest nesting, a leaf, so that flat spaces need no special case.
-"""
+"""Functions for nested observations, actions and spaces: dicts and tuples of leaves, or a single leaf."""
 
 from __future__ import annotations
 

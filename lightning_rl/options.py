@@ -1,7 +1,7 @@
-"""Groups of options: `PPO(optimizer={"max_grad_norm": 1.0})`.
+"""Groups of options, such as `PPO(optimizer={"max_grad_norm": 1.0})`: frozen dataclasses as defaults of parameters.
 
-A group is a frozen dataclass, the default of a parameter of a constructor. The package reads options from a flat dict
-by full names, such as `optimizer.max_grad_norm`; checkpoints hold nested dicts.
+The package reads options from a flat dict by full names, such as `optimizer.max_grad_norm`; checkpoints hold nested
+dicts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def default_groups(cls: type) -> dict[str, Group]:
 
 
 def types_of(source: Callable[..., Any]) -> dict[str, Any]:
-    """Return the type of each option of a function or a class by its full name, such as `optimizer.max_grad_norm`.
+    """Return the type of each option of a function or class by its full name, such as `optimizer.max_grad_norm`.
 
     Options of a base class are included if the constructor passes `**kwargs` on to it.
     """
@@ -85,13 +85,7 @@ def refuse_unknown_options(cls: type, unknown: Mapping[str, object]) -> None:
 def changed(name: str, group: Group, given: Any) -> Group:  # noqa: ANN401 - what a user gave
     """Return a group with the fields changed that a dict names; a group of the same class changes all of them.
 
-    Args:
-        name: Name of the option, for errors.
-        group: The group to change.
-        given: A group of the same class, or a dict of its fields; a group inside either may be a dict too.
-
-    Raises:
-        ConfigurationError: The dict names a field that the group does not have, or `given` is something else.
+    A group inside either may be a dict too. Anything else, and unknown fields, raise a `ConfigurationError`.
     """
     if isinstance(given, type(group)):
         given = vars(given)
@@ -110,12 +104,8 @@ def changed(name: str, group: Group, given: Any) -> Group:  # noqa: ANN401 - wha
 def flat(options: Mapping[str, Any], groups: Mapping[str, Group]) -> dict[str, Any]:
     """Return options by their full names: `{"gamma": 0.99, "optimizer.max_grad_norm": 0.5, ...}`.
 
-    Args:
-        options: By parameter of the constructor; a group may be a dict of some of its fields.
-        groups: The default of each group, for the fields that such a dict leaves out.
-
-    Raises:
-        ConfigurationError: A dict names a field that its group does not have.
+    A group among the `options` may be a dict of some fields; the others are taken from `groups`, the defaults. Unknown
+    fields raise a `ConfigurationError`.
     """
     result: dict[str, Any] = {}
     for name, value in options.items():

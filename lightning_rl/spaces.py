@@ -34,12 +34,8 @@ def _bound(array: np.ndarray) -> Any:  # noqa: ANN401 - a number or nested lists
 def space_to_dict(space: SpaceOrDict, field: str = "space") -> SpaceDict:
     """Describe a space by plain Python values; a description is returned unchanged.
 
-    Args:
-        space: Any nesting of `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, `ActionMask`, `Dict` and `Tuple`.
-        field: Name of the space in errors, to which they add the path of the unsupported part.
-
-    Raises:
-        ConfigurationError: A part of the space has another type, an unsupported key or no parts.
+    A space is any nesting of `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, `ActionMask`, `Dict` and `Tuple`. An
+    unsupported type or key, or a part without parts, raises a `ConfigurationError` with its path from `field`.
     """
     match space:
         case dict():
@@ -81,8 +77,7 @@ def _describe_nested(space: spaces.Dict | spaces.Tuple[Any], field: str) -> Spac
 def space_from_dict(spec: SpaceOrDict) -> spaces.Space[Any]:
     """Return the space that `space_to_dict` described; a space is returned unchanged.
 
-    Raises:
-        ConfigurationError: `spec` is neither a space nor a valid description of one.
+    Anything else raises a `ConfigurationError`.
     """
     if isinstance(spec, spaces.Space):
         return spec

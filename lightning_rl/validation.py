@@ -27,9 +27,7 @@ _trusted: ContextVar[tuple[str, ...] | None] = ContextVar("trusted", default=Non
 def loading(trust: Iterable[str] = ()) -> Iterator[None]:
     """Treat class paths, modules and environment ids inside as loaded data, which may not import every module.
 
-    Args:
-        trust: Packages whose modules may be imported besides `lightning_rl`, `torch` and `gymnasium`. Imported modules
-            are trusted.
+    Modules of `lightning_rl`, `torch`, `gymnasium` and packages in `trust`, and imported ones, may be imported.
     """
     token = _trusted.set((trust,) if isinstance(trust, str) else tuple(trust))
     try:
@@ -161,16 +159,7 @@ def check_can_make(field: str, folder: str | Path) -> None:
 
 
 def make_folder(field: str, folder: str | Path, asked: str | Path | None = None) -> None:
-    """Make a folder if it does not exist.
-
-    Args:
-        field: The option that names the folder.
-        folder: The folder.
-        asked: The folder that errors name, if it is another one.
-
-    Raises:
-        ConfigurationError: The folder cannot be made or written.
-    """
+    """Make a folder if it does not exist, or raise a `ConfigurationError` that names `asked`, by default the folder."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -183,8 +172,7 @@ def make_folder(field: str, folder: str | Path, asked: str | Path | None = None)
 def to_class_spec(field: str, value: ClassSpec | Callable[..., Any] | str) -> ClassSpec:
     """Reduce a class, a `functools.partial` of one, a class path or a spec to plain data.
 
-    Raises:
-        ConfigurationError: A lambda, a closure or another callable that cannot be rebuilt from its name.
+    A callable that cannot be rebuilt from its name, such as a lambda, raises a `ConfigurationError`.
     """
     if isinstance(value, str):
         return {"class_path": value, "init_args": {}}
@@ -234,8 +222,7 @@ def to_class_specs(field: str, value: Sequence[ClassSpec | Callable[..., Any] | 
 def to_plain_data(field: str, value: Any) -> Any:  # noqa: ANN401
     """Return `value` as numbers, strings, None, and lists and dicts of these, for checkpoints.
 
-    Raises:
-        ConfigurationError: It contains something else; the message names the place.
+    A `ConfigurationError` names the place of anything else.
     """
     if isinstance(value, dict):
         return {str(key): to_plain_data(f"{field}.{key}", entry) for key, entry in value.items()}
@@ -251,13 +238,7 @@ def to_plain_data(field: str, value: Any) -> Any:  # noqa: ANN401
 
 
 def check_module(field: str, value: object, module: str) -> None:
-    """Raise a `ConfigurationError` unless a module may be imported; see `loading`.
-
-    Args:
-        field: The option that names the module.
-        value: The value of the option.
-        module: The module.
-    """
+    """Raise a `ConfigurationError` unless a module, named by the `value` of an option, may be imported."""
     if not may_import(module):
         package = module.partition(".")[0]
         raise ConfigurationError(
@@ -268,16 +249,9 @@ def check_module(field: str, value: object, module: str) -> None:
 
 
 def import_class(field: str, class_path: str, base: type[Any] | tuple[type[Any], ...]) -> type[Any]:
-    """Import the class that a dotted path names; nothing is constructed.
+    """Import the class that a dotted path names, a subclass of (one of) `base`; nothing is constructed.
 
-    Args:
-        field: The option that names the class.
-        class_path: `package.module.Class`.
-        base: The required base class, or several of which one is required.
-
-    Raises:
-        ConfigurationError: The class cannot be imported, has another base class, or loaded data names a class of a
-            module that is not trusted.
+    A class that cannot be imported, has another base class or is not trusted raises a `ConfigurationError`.
     """
     module, _, name = class_path.rpartition(".")
     if module:
@@ -315,8 +289,7 @@ def instantiate(
 ) -> Any:  # noqa: ANN401
     """Call the class of `spec`, a subclass of `base`, with `args`, `kwargs` and the `init_args` of the spec.
 
-    Raises:
-        ConfigurationError: The class cannot be imported, has another base class or refuses its arguments.
+    A class that cannot be imported, has another base or refuses its arguments raises a `ConfigurationError`.
     """
     cls = import_class(field, spec["class_path"], base)
     try:

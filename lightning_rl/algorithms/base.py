@@ -330,7 +330,6 @@ class OnPolicyAlgorithm(LightningModule):
         return on_rows(self.policy if policy is None else policy, batch)
 
     def on_pass_end(self, batch: Batch, name: str) -> None:
-        """Log histograms under a name after a pass over a batch, if `debug.histograms` is set."""
         for callback in self.trainer.callbacks if self.options["debug.histograms"] else ():  # type: ignore[attr-defined]
             if isinstance(callback, HistogramLogger):
                 callback.on_pass_end(self, batch, name)
@@ -359,7 +358,6 @@ class OnPolicyAlgorithm(LightningModule):
     def scheduled_or_none(
         self, name: str, value: Scheduled | None, *, above: float | None = None, option: str | None = None
     ) -> float | None:
-        """Return None for None, otherwise the same as `scheduled`."""
         return None if value is None else self.scheduled(name, value, above=above, option=option)
 
     def take_options(self, **given: Any) -> None:  # noqa: ANN401 - parameters of a constructor
@@ -551,7 +549,6 @@ class OnPolicyAlgorithm(LightningModule):
         return optimizers if len(optimizers) > 1 else optimizers[0]
 
     def _set_learning_rates(self, learning_rate: Scheduled) -> None:
-        """Set the initial learning rates of the optimizer and of the critic's own one, and their schedules."""
         self.learning_rate = self.critic_learning_rate = self.scheduled("learning_rate", learning_rate, above=0)
         if has_critic := has_own_critic_optimizer(self.options):
             option = "optimizer.critic.learning_rate"

@@ -107,7 +107,6 @@ class CriticPretraining(OnPolicyAlgorithm):
         self.num_minibatches = check_positive_int("num_minibatches", num_minibatches)
 
     def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
-        """Return all parameters that actions depend on."""
         return parameters_of_policy(self.policy)
 
     def make_estimator(self, **options: Any) -> ReturnEstimator:  # noqa: ANN401 - options of the estimator

@@ -308,7 +308,6 @@ class PPG(PPO):
         return self.num_aux_minibatches or self.kept.capacity * self.num_minibatches_of(self.kept.layout.shape)
 
     def _on_device(self, sequences: Sequences) -> Sequences:
-        """Return sequences on the device, with observations in place of their addresses."""
         burn_in = observations = None
         if sequences.burn_in is not None:
             burn_in = self._on_device(sequences.burn_in)
@@ -319,7 +318,6 @@ class PPG(PPO):
 
     @torch.no_grad()
     def store_distributions(self) -> None:
-        """Store the current action distribution of every step."""
         for addresses, minibatch in self._stored_minibatches(torch.arange):
             distribution, _ = self.actor_critic(minibatch)
             self.kept.write("old_distribution", addresses, distribution.parameters())
@@ -336,5 +334,4 @@ class PPG(PPO):
         self.steps.observe(kl=total * rows.weight)
 
     def to_device(self, x: Tensor) -> Tensor:
-        """Return a stored tensor on the device of the policy."""
         return x.to(self.device, non_blocking=True)

@@ -109,7 +109,6 @@ class OffPolicyPPG(PPG):
                 self.kept.clear()
 
     def store(self, rollout: Rollout) -> None:
-        """Put every step of a rollout into both buffers."""
         batch = self.estimator.normalized_over_rollout(self.batch(rollout))
         newest = batch.replace(versions=torch.full((len(batch),), rollout.policy_version))
         for buffer in self.sources.values():

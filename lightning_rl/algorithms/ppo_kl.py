@@ -97,7 +97,6 @@ class PPOKLPenalty(PPO):
 
     @property
     def penalty_weight(self) -> float:
-        """Weight of the penalties in the loss."""
         return 1.0
 
     def penalized_kl(self, batch: Batch, distribution: Distribution) -> Tensor:

@@ -38,13 +38,7 @@ class EnvStepInterval(Callback):
         raise NotImplementedError(f"{type(self).__name__} has no on_interval")
 
     def fire(self, trainer: Trainer, pl_module: LightningModule, force: bool = False) -> bool:
-        """Act if the interval is over, and return whether it was.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: The algorithm.
-            force: Act before the interval is over too, but only once at a step, and not if the callback is disabled.
-        """
+        """Act if the interval is over, or once at any step with `force`; return whether it was over."""
         now, last = int(pl_module.env_steps), self._last or 0  # type: ignore[arg-type]
         due = now >= last + self.every_n_env_steps or (force and now != last)
         if self.every_n_env_steps <= 0 or not due:
@@ -64,7 +58,6 @@ class EnvStepInterval(Callback):
         self._last = state_dict["last"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start counting at the current step, unless the restored step lies before it."""
         now = int(pl_module.env_steps)  # type: ignore[arg-type]
         if self._last is None or self._last > now:
             self._last = now
@@ -211,10 +204,6 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self._last = _env_steps(pl_module) // self.every_n_env_steps
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
-        """Save if an interval is over, but after a validation or the end of an epoch that follows this rollout.
-
-        A run that resumes from a checkpoint between them would miss the callbacks there.
-        """
         now = _env_steps(pl_module) // self.every_n_env_steps
         self._due, self._last = self._due or now > self._last, now
         if not (validates_now(trainer) or ends_epoch(trainer)):

@@ -100,14 +100,12 @@ class PolicyExport(EnvStepInterval):
         self.fire(trainer, pl_module, force=True)
 
     def folder(self, trainer: Trainer) -> Path:
-        """Return the folder of the exports; a collective call."""
         if self.dirpath is not None:
             return Path(self.dirpath)
         return Path(trainer.log_dir or trainer.default_root_dir) / "policies"
 
     @staticmethod
     def _exports(folder: Path) -> list[Path]:
-        """Return the exports in a folder, the oldest first."""
         prefix = FOLDER_PATTERN.partition("{")[0]
         found = [path.parent for path in folder.glob(f"{prefix}*/{METADATA}")]
         return sorted(found, key=lambda path: int(path.name.removeprefix(prefix)))

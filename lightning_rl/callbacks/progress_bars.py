@@ -96,16 +96,12 @@ def in_notebook() -> bool:
 
 
 class NotebookLine:
-    """A text stream for tqdm in notebooks: each line replaces the last one.
-
-    With carriage returns, the saved notebook would keep every line as a separate output.
-    """
+    """A text stream for tqdm in notebooks, which would save every line after a carriage return as an output."""
 
     encoding = "utf-8"  # tqdm draws bars in ASCII without it
     _handle: Any = None
 
     def write(self, text: str) -> None:
-        """Show a line; ignore the blank ones that tqdm writes between bars."""
         from IPython.display import display
 
         shown = {"text/plain": text.strip()}
@@ -129,11 +125,9 @@ class _EnvStepBar(ProgressBar):
     _live = False  # has a bar
 
     def _open(self, status: RunStatus) -> bool:
-        """Open a bar and return True; return False if the output is no terminal."""
         raise NotImplementedError
 
     def _draw(self, status: RunStatus) -> None:
-        """Draw the bar, and close it if the run is finished."""
         raise NotImplementedError
 
     def _write(self, text: str) -> None:
@@ -222,7 +216,6 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
         super().__init__(refresh_rate)
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
-        """Print above the bar, if there is one."""
         if self._status is not None and self._live:
             super().print(*args, sep=sep, **kwargs)
         else:

@@ -81,18 +81,13 @@ class VideoRecorder(EnvStepInterval):
         self.fire(trainer, pl_module, force=True)
 
     def folder(self, trainer: Trainer) -> Path:
-        """Return the folder of the videos; a collective call."""
         if self.dirpath is not None:
             return Path(self.dirpath)
         return Path(trainer.log_dir or trainer.default_root_dir) / "videos"
 
 
 def data_of(trainer: Trainer) -> RolloutDataModule:
-    """Return the data module.
-
-    Raises:
-        ConfigurationError: The data module is not a `RolloutDataModule`.
-    """
+    """Return the data module, or raise a `ConfigurationError` if it is not a `RolloutDataModule`."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     check(isinstance(data, RolloutDataModule), "datamodule", type(data).__name__, "a RolloutDataModule to film")
     return data  # type: ignore[no-any-return]

@@ -58,7 +58,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         path: str | Path,
         storage_options: Any | None = None,  # noqa: ANN401
     ) -> None:
-        """Write a checkpoint, or raise a `CheckpointFailure`."""
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -223,7 +222,6 @@ class _EventWriter:
         self._raise_once()
 
     def _call(self, method: Callable[..., None], *args: object) -> None:
-        """Call a method of the wrapped writer and keep its first error."""
         try:
             method(*args)
         except OSError as error:

@@ -66,12 +66,7 @@ class FailedUpdate:
     def load(cls, path: str | Path, trust: Sequence[str] = ()) -> FailedUpdate:
         """Load a `failed-update-*.pt` file; its classes are trusted as in `OnPolicyAlgorithm.load_from_checkpoint`.
 
-        Args:
-            path: The file that the error names.
-            trust: Packages whose modules may be imported: `["my_package"]`.
-
-        Raises:
-            ConfigurationError: The file is missing or of another kind, or a class in it is not trusted or not found.
+        A missing or other file, or a class that is not trusted or not found, raises a `ConfigurationError`.
         """
         expected = "a file that a failed update has left"
         content = load_plain(path, "path", expected)

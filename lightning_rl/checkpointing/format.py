@@ -27,13 +27,8 @@ FORMAT = 1
 def read_checkpoint(path: str | Path, field: str | None = None, mapped: bool = False) -> dict[str, Any]:
     """Read a checkpoint of this package, without checksums if it is `mapped` from disk.
 
-    Args:
-        path: The file.
-        field: Option for error messages; None is the `ckpt_path` of a Trainer command, which also accepts names.
-        mapped: See `load_plain`.
-
-    Raises:
-        ConfigurationError: The file is missing, damaged, from another program, or has another format.
+    `field` is the option in errors, by default `ckpt_path`. A file that is missing, damaged, from another program or in
+    another format raises a `ConfigurationError`.
     """
     names = ", 'last' or 'best'" if field is None else ""
     field = field or "ckpt_path"
@@ -121,10 +116,7 @@ def restore_rank(module: Any, state: dict[str, Any]) -> None:  # noqa: ANN401
 
 
 def restore_replays(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401
-    """Restore the earlier rollouts that this rank keeps, if there are no new ranks; otherwise warn.
-
-    `ranks` is the entry of the checkpoint, and empty if the run is not resumed.
-    """
+    """Restore the earlier rollouts of this rank from the states of all `ranks`; warn if there are new ranks."""
     for replay in module.replays.values() if ranks else ():
         replay.clear()
     stored: Mapping[str, Any]

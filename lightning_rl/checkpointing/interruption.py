@@ -89,7 +89,6 @@ class InterruptionGuard(Callback):
             call_while_waiting(partial(self._stop_waiting, trainer))
 
     def _receive(self, trainer: Trainer, signum: int, frame: FrameType | None) -> None:
-        """Record a signal; kill the process if it is the second one."""
         now = time.monotonic()
         earlier = [at for other, at in self._received.items() if other not in self._requeue]
         if signum in self._requeue or not earlier:
@@ -132,10 +131,7 @@ class InterruptionGuard(Callback):
             raise _exit_status(self._stopping[0], trainer.is_global_zero)
 
     def _stop_waiting(self, trainer: Trainer) -> None:
-        """Save and stop if this rank received a signal while waiting for a rollout from an actor.
-
-        With several ranks nothing is saved: a checkpoint needs all ranks, and the others are not waiting here.
-        """
+        """Save, with one rank, and stop if this rank received a signal while waiting for a rollout from an actor."""
         is_alone = trainer.world_size == 1
         received = [s for s in self._handled if s in self._received and (is_alone or s not in self._requeue)]
         if received and is_alone:
@@ -158,7 +154,6 @@ class InterruptionGuard(Callback):
             _save_beside_others(trainer)
 
     def _received_by_any(self, trainer: Trainer, pl_module: Any) -> list[int]:  # noqa: ANN401
-        """Return the signals that any rank has received; a collective call."""
         if trainer.world_size == 1:  # without a tensor, which a device would have to send back
             return [signum for signum in self._handled if signum in self._received]
         flags = torch.tensor([float(signum in self._received) for signum in self._handled], device=pl_module.device)
@@ -197,11 +192,9 @@ class EarlyTermination:
         self._trainer: Trainer | None = None
 
     def watch(self, trainer: Trainer) -> None:
-        """Also end the ranks that this Trainer has started."""
         self._trainer = trainer
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """Raise `SystemExit`, or kill the process after a second signal."""
         now = time.monotonic()
         if os.getpid() != self._process or (self._received and now - self._received > _SAME_SIGNAL):
             os._exit(128 + signum)  # a forked process has nothing to clean up

@@ -1,7 +1,4 @@
-"""Checks whether a run can be resumed with its options, reports changed options, and applies them to stored states.
-
-The options of the resumed run take precedence over the options in the checkpoint.
-"""
+"""Checks, reports and applies options of a resumed run, which take precedence over options in the checkpoint."""
 
 from __future__ import annotations
 
@@ -184,7 +181,6 @@ def adopt_settings(checkpoint: dict[str, Any], module: Any) -> None:  # noqa: AN
 
 
 def _argument_names(options: Mapping[str, Any]) -> set[str]:
-    """Return the names of all arguments of optimizers and parameter groups."""
     given = [options.get(f"{group}.options") or {} for group in _OPTIMIZERS]
     given += (options.get("optimizer.groups") or {}).values()
     return {name for arguments in given for name in arguments}
@@ -217,7 +213,6 @@ def _is_scheduled(options: Mapping[str, Any]) -> bool:
 
 
 def _initial_rate(options: Mapping[str, Any], index: int) -> float:
-    """Return the initial learning rate of an optimizer."""
     critics = options.get("optimizer.critic.learning_rate")
     # The order is actor, critic, then actor and critic of the auxiliary phase.
     value = options["learning_rate"] if index % 2 == 0 or critics is None else critics

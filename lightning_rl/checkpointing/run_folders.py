@@ -58,7 +58,6 @@ class RunLock:
             self.release()
 
     def release(self) -> None:
-        """Release the lock."""
         if self._folder is not None:
             os.close(self._folder)
             self._folder = None
@@ -113,7 +112,6 @@ def next_configuration(run_dir: Path) -> Path:
 
 
 def _number_of(path: Path) -> int:
-    """Return the number of a configuration, 0 for other files."""
     found = _CONFIGS.fullmatch(path.name)
     return int(found[1] or 1) if found else 0
 
@@ -137,11 +135,10 @@ def _is_first_rank() -> bool:
 def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool = False) -> Path | None:
     """Return the newest checkpoint of the runs under `root`, or None.
 
-    With `last`, damaged files are skipped with a warning: the result is the newest intact checkpoint of the same run.
-
     Args:
         root: Folder of the runs.
-        name: `last` for the newest checkpoint of any name, `best` for the newest `best*.ckpt`.
+        name: `last` for the newest intact checkpoint of any name, with a warning for damaged newer ones; `best` for the
+            newest `best*.ckpt`.
         resumable: Skip checkpoints that contain only weights.
         nested: Search all folders below `root` for runs.
     """

@@ -50,16 +50,9 @@ def warm_start(
     parts: Sequence[Part] | None,
     source: str,
 ) -> WarmStart:
-    """Copy the parameters that fit from a checkpoint into `module`.
+    """Copy the `parts`, or all parameters, that fit from a checkpoint of any algorithm into `module`.
 
-    Args:
-        module: An algorithm.
-        checkpoint: A checkpoint of any algorithm.
-        parts: Parts to load; None loads all that fit.
-        source: Name of the checkpoint in error messages.
-
-    Raises:
-        ConfigurationError: A part is unknown, or none of its tensors fits.
+    An unknown part, or one of whose tensors none fits, raises a `ConfigurationError`.
     """
     for part in parts or ():
         check(part in PARTS, "init_parts", part, f"some of {', '.join(PARTS)}")

@@ -60,10 +60,7 @@ def profiled(
 
 
 def with_rows_of(ahead: PolicyOutput, count: int, output: PolicyOutput) -> PolicyOutput:
-    """Return `output` with the first `count` rows of `ahead`, whose actions the environments took.
-
-    The rows only differ if a network computes across rows.
-    """
+    """Return `output` with the first `count` rows of `ahead`, which differ if a network computes across rows."""
     if all(leaves(map_leaves(lambda x, y: torch.equal(x[:count], y[:count]), ahead.action, output.action))):
         return output
 
@@ -141,8 +138,7 @@ class Collector:
     def collect(self, policy: Policy, policy_version: int = 0, profile: Profile | None = None) -> Rollout:
         """Take `length` steps in every environment; `profile` measures environment, policy and transfer in each step.
 
-        Raises:
-            EnvironmentFailure: An environment failed, or returned an observation or reward that is not finite.
+        A failure, or an observation or reward that is not finite, raises an `EnvironmentFailure`.
         """
         begun = time.perf_counter()
         infos: dict[str, list[float]] = {key: [] for key in self.info_keys}
@@ -246,10 +242,7 @@ class Collector:
         """Choose the actions of step `t` for the first `count` environments while the others take step `t - 1`.
 
         The policy acts on all `B` rows with the noise of step `t`, because a matrix product of fewer rows may round
-        differently. The other rows hold the observations of step `t - 1`.
-
-        Returns:
-            Actions `[B, ...]`, of which the first `count` are valid; None if the policy raised.
+        differently. The other rows hold the observations of step `t - 1`. Return None if the policy raised.
         """
         begun = time.perf_counter()
 
@@ -304,12 +297,7 @@ class Collector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[int] | None:
-        """Restore the state that `state_dict` returned.
-
-        Returns:
-            Environments that began new episodes because they could not be restored or are new; None if none could be
-            restored.
-        """
+        """Restore a state, and return the environments that began new episodes; None if none could be restored."""
         if len(state["generator"]) == len(self.generator.get_state()):  # the same kind of device
             self.generator.set_state(state["generator"].cpu())
         restored = None if state["environments"] is None else self.environments.load_state_dict(state["environments"])
@@ -329,7 +317,6 @@ class Collector:
         return [int(index) for index in np.flatnonzero(~exact)]
 
     def _policy_row(self, t: int) -> Nested:
-        """Return the observations `[B, ...]` of step `t` on the policy's device."""
         return self._to_device(self._rows[t], self.generator.device) if self._moves_observations else self._rows[t]
 
     # `_put`, `_store` and `_to_arrays` skip `map_leaves` for flat spaces: this saves 4 of 100 µs per step of CartPole.
@@ -369,7 +356,6 @@ class Collector:
         self.memory.store(t, [index for index, reached in step.final_observations if reached is None], before)
 
     def _truncate_failed_episodes(self) -> None:
-        """Truncate each episode that a failure ended at its last real step."""
         # If an episode failed in the first step, its last real step is in the previous rollout, which stays as it is.
         terminated, truncated, valid, failed = (
             self._views[name] for name in ("terminated", "truncated", "valid", "failed")
@@ -450,10 +436,9 @@ _MANY_STEPS = 5000
 
 
 def restore(collector: Collector, states: Sequence[dict[str, Any] | None], rank: int, name: str) -> None:
-    """Restore this rank's environments from a checkpoint; a collective call.
+    """Restore this rank's environments from the states of all ranks of the stored run; a collective call.
 
-    Environments that cannot be restored begin new episodes; rank zero warns about them once. `states` holds the state
-    of each rank of the stored run, which may have had fewer ranks.
+    Environments that cannot be restored begin new episodes; rank zero warns about them once.
     """
     fresh: list[int] | None = []
     if rank < len(states):
@@ -481,8 +466,7 @@ def restore(collector: Collector, states: Sequence[dict[str, Any] | None], rank:
 class Sampler:
     """Owns the training environments: makes them for the first rollout, and saves and restores them.
 
-    Attributes:
-        starts: How often this run and the runs it resumed from have made environments.
+    `starts` counts how often this run and the runs it resumed from have made environments.
     """
 
     def __init__(self, spec: EnvironmentSpec, num_envs: int, rollout_length: int, info_keys: Sequence[str]) -> None:
@@ -494,7 +478,6 @@ class Sampler:
 
     @property
     def started(self) -> bool:
-        """Whether the environments have been made."""
         return self._collector is not None
 
     def start(
@@ -518,7 +501,6 @@ class Sampler:
             restore(self._collector, states, rank, f"{self.spec.env_id} (backend {self.spec.backend!r})")
 
     def collect(self, policy: Policy, policy_version: int, profile: Profile | None = None) -> Rollout:
-        """Collect one rollout; see `Collector.collect`. Call `start` before."""
         assert self._collector is not None
         rollout = self._collector.collect(policy, policy_version, profile)
         if self.spec.env.on_failure == "restart":
@@ -540,7 +522,6 @@ class Sampler:
         return resumed
 
     def close(self) -> None:
-        """Close the environments if they have been made."""
         collector, self._collector = self._collector, None
         if collector is not None:
             collector.environments.close()
@@ -553,5 +534,4 @@ class Sampler:
         return {"starts": self.starts, "ranks": gather_on_rank_zero(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the state of an earlier run for the next `start`."""
         self.starts, self._restored = state["starts"], state["ranks"]

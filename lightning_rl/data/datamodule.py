@@ -87,6 +87,8 @@ class RolloutDataModule(LightningDataModule):
     One batch of validation, test or prediction is a list of `evaluation.episodes` whole episodes, played in separate
     environments with raw rewards and frozen normalizers: the same episodes each time, with other seeds than training.
 
+    An option out of range, or an environment that cannot be made, raises a `ConfigurationError`.
+
     Args:
         env_id: A Gymnasium id (`package:id` imports the package first), or an EnvPool task.
         num_envs: Number of training environments on each rank.
@@ -100,9 +102,6 @@ class RolloutDataModule(LightningDataModule):
         evaluation: Options of validation, test and prediction, also as a dict.
         info_keys: Keys of `info` whose numbers are logged as `rollout/<key>`, averaged over a rollout.
         seed: Seed of environments and actions. None takes the seed of `seed_everything`, or a random one.
-
-    Raises:
-        ConfigurationError: An option is out of range, or the environment cannot be made.
     """
 
     def __init__(
@@ -164,8 +163,8 @@ class RolloutDataModule(LightningDataModule):
     ) -> Self:
         """Return the data module of a checkpoint; see `OnPolicyAlgorithm.load_from_checkpoint`.
 
-        The checkpoint has the state of the environments. It has options only if a subclass calls
-        `save_hyperparameters`; other options are keyword arguments.
+        The checkpoint has the state of the environments, but options only if a subclass calls `save_hyperparameters`;
+        other options are keyword arguments.
         """
         check(hparams_file is None, "hparams_file", hparams_file, "None; pass options as keyword arguments")
         checkpoint = read_data(checkpoint_path, map_location, weights_only)
@@ -218,7 +217,6 @@ class RolloutDataModule(LightningDataModule):
 
     @property
     def num_actors(self) -> int:
-        """Asynchronous actors on each rank; 0 if the learner collects."""
         return self.actors.count
 
     @property
@@ -246,8 +244,6 @@ class RolloutDataModule(LightningDataModule):
         return self._loader(partial(self.run_episodes, role=TESTING, record=True), 1)
 
     def _loader(self, make_batch: Callable[[], T], length: int) -> OnDemandLoader[T]:
-        """Return a loader that raises if the Trainer does not have this data module."""
-
         def make_for_trainer() -> T:
             if self.trainer is None or self.trainer.state.status != TrainerStatus.RUNNING:
                 raise ConfigurationError(
@@ -310,7 +306,7 @@ class RolloutDataModule(LightningDataModule):
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """Options by their full names, without those that a checkpoint cannot hold."""
+        """Options by full name, without those that a checkpoint cannot hold."""
         spec, names = self.spec, ("num_envs", "rollout_length", "rollouts_per_epoch", "seed", "actors", "evaluation")
         # Wrapper classes as class paths.
         env = replace(spec.env, wrappers=[*self.eval_spec.wrappers], training_wrappers=[*spec.training_wrappers])
@@ -365,10 +361,7 @@ class RolloutDataModule(LightningDataModule):
         return BoundedLag(source, self.actors.max_policy_lag, version)
 
     def call_while_waiting(self, function: Callable[[], None]) -> None:
-        """Call a function twice a second, in the main thread, while the learner waits for actors, until the run ends.
-
-        An exception of the function ends the wait.
-        """
+        """Call a function in the main thread twice a second while the learner waits; its exception ends the wait."""
         self._while_waiting = function
 
     def publish_policy(self) -> None:
@@ -406,7 +399,6 @@ class RolloutDataModule(LightningDataModule):
 
     @contextlib.contextmanager
     def _rank_named(self) -> Iterator[None]:
-        """Add the rank to the message of an environment's failure if there are several ranks."""
         try:
             yield
         except EnvironmentFailure as error:
@@ -422,7 +414,7 @@ class RolloutDataModule(LightningDataModule):
         return self.trainer.global_rank if self.trainer is not None else 0
 
     def _fixed_seed(self) -> int:
-        """Return the seed of the run; if none was given, the seed of PyTorch becomes the seed of the run."""
+        """Return the seed of the run, by default the seed of PyTorch."""
         if self.seed is None:
             self.seed = torch.initial_seed() % 2**63
         return self.seed
@@ -472,11 +464,7 @@ class RolloutDataModule(LightningDataModule):
         return episodes
 
     def check_filmable(self, env_kwargs: dict[str, Any] | None = None) -> None:
-        """Render one frame of an environment, with `env_kwargs` for its constructor, such as the size of the frames.
-
-        Raises:
-            ConfigurationError: The backend does not render, or rendering fails on this machine.
-        """
+        """Render one frame of an environment with `env_kwargs` for its constructor, or raise a `ConfigurationError`."""
         spec = self.eval_spec.for_filming(env_kwargs)
         check_filmable(spec)
         if self.eval_spec.backend == "native" and (found := spaces_of(spec)) != self._spaces:
@@ -497,10 +485,7 @@ class RolloutDataModule(LightningDataModule):
             evaluator.close()
 
     def film_predictions(self, films: FilmMaker | None, env_kwargs: dict[str, Any] | None = None) -> None:
-        """Film the episodes of `predict` from now on, or stop with None; nothing else about the episodes changes.
-
-        `films` receives the frames of each episode, numbered from 0 over all ranks.
-        """
+        """Film the same episodes of `predict` from now on, numbered over all ranks; None stops filming."""
         if self._filming is not None:
             self._filming[0].close()
         self._filming = None

@@ -45,7 +45,6 @@ class EvaluationConfig:
     deterministic: bool = True
 
     def check(self) -> None:
-        """Raise a `ConfigurationError` if an option is out of range."""
         check_positive_int("evaluation.episodes", self.episodes)
         if self.num_envs is not None:
             check_positive_int("evaluation.num_envs", self.num_envs)
@@ -68,7 +67,6 @@ class _Slot:
     steps: list[tuple[Nested, Nested, float]] = field(default_factory=list)
 
     def finish(self, episode_return: float, length: int, terminated: bool, final_observation: Nested) -> None:
-        """Add an episode, with the recorded steps if there are any."""
         recorded: tuple[Any, ...] = ()
         if self.steps:
             observations, actions, rewards = zip(*self.steps, strict=True)
@@ -90,18 +88,12 @@ def run_episodes(
     deterministic: bool = True,
     record: bool = False,
 ) -> list[Episode]:
-    """Reset the environments and play whole episodes.
+    """Reset the environments and play whole episodes; return them by environment, then in the order of time.
 
     The number of episodes of each environment is fixed beforehand, so that short episodes are not favored. If an
-    environment fails and is replaced, its next episode counts instead. The `generator`, on the policy's device, draws
-    the actions unless `deterministic` takes the mode of each distribution; `record` keeps observations, actions and
-    rewards; `dtype` is the dtype of the policy's parameters.
-
-    Returns:
-        The episodes of the first environment in the order of time, then of the second, and so on.
-
-    Raises:
-        EnvironmentFailure: An environment failed; or it was replaced, and so were the next ones.
+    environment fails and is replaced, its next episode counts instead; after several failures an `EnvironmentFailure`
+    is raised. The `generator`, on the policy's device, draws the actions unless `deterministic` takes the mode of each
+    distribution; `record` keeps observations, actions and rewards; `dtype` is the dtype of the policy's parameters.
     """
     slots = [_Slot(count) for count in episodes_per_environment]
     collector = Collector(environments, observation_space, action_space, 1, generator, dtype)
@@ -180,7 +172,6 @@ class Evaluator:
         return run_episodes(self.environments, policy, *space_pair, shares, generator, **options)
 
     def close(self) -> None:
-        """Close the environments if they have been made."""
         environments, self.environments = self.environments, None
         if environments is not None:
             environments.close()

@@ -31,12 +31,10 @@ def write_minari(
     env_id: str,
     algorithm: str,
 ) -> str:
-    """Write recorded episodes as a new data set, losslessly, and return its id, `<name>-v<version>`.
+    """Write recorded episodes losslessly as the first free version of a data set; return its id, `<name>-v<version>`.
 
-    The first free version of `name` in `folder` is written; `folder` holds all data sets, as `MINARI_DATASETS_PATH`.
-
-    Raises:
-        ConfigurationError: Minari is not installed, or cannot store these episodes.
+    `folder` holds all data sets, as `MINARI_DATASETS_PATH`. Without Minari, or for episodes that it cannot store, a
+    `ConfigurationError` is raised.
     """
     minari = check_can_write()
     from minari.data_collector import EpisodeBuffer
@@ -79,8 +77,7 @@ def write_minari(
 def read_minari(source: str, field: str) -> Iterator[Episode]:
     """Yield the episodes of a data set, given by its id or folder; error messages begin with `field`.
 
-    Raises:
-        ConfigurationError: Minari is not installed, or there is no such data set.
+    Without Minari or the data set, a `ConfigurationError` is raised.
     """
     minari = _import_minari(field)
     try:
@@ -95,11 +92,7 @@ def read_minari(source: str, field: str) -> Iterator[Episode]:
 
 
 def check_can_write() -> Any:  # noqa: ANN401 - a module
-    """Return the module `minari`.
-
-    Raises:
-        ConfigurationError: Minari or h5py, which it needs to write, is not installed.
-    """
+    """Return the module `minari`; without it or h5py, which it needs to write, raise a `ConfigurationError`."""
     if importlib.util.find_spec("h5py") is None:
         raise ConfigurationError(f"recording as 'minari' needs h5py: {how_to_install('minari')}")
     return _import_minari("recording as 'minari'")

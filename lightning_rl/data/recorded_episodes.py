@@ -25,11 +25,7 @@ _MINARI = "minari:"
 
 
 def save_episodes(episodes: Sequence[Episode], path: str | Path) -> None:
-    """Write recorded episodes to a file of tensors and numbers.
-
-    Raises:
-        ConfigurationError: An episode has no observations and actions.
-    """
+    """Write episodes to a file of tensors and numbers, or raise a `ConfigurationError` if one is not recorded."""
     content = []
     for episode in _checked(episodes):
         arrays = {name: getattr(episode, name) for name in ("observations", "actions", "rewards")}
@@ -45,13 +41,9 @@ def save_episodes(episodes: Sequence[Episode], path: str | Path) -> None:
 
 
 def load_episodes(source: str | Path) -> list[Episode]:
-    """Return the episodes of a file that `save_episodes` wrote, or of a Minari data set.
+    """Return the episodes of a file of `save_episodes`, or of a Minari data set: `minari:` and its id or folder.
 
-    Args:
-        source: Path of the file, or `minari:` and the id or folder of a data set.
-
-    Raises:
-        ConfigurationError: There is no such file or data set, or Minari is not installed.
+    Without such a file or data set, or without Minari, a `ConfigurationError` is raised.
     """
     if str(source).startswith(_MINARI):
         return list(read_minari(str(source).removeprefix(_MINARI), f"episodes={str(source)!r}"))
@@ -66,7 +58,6 @@ def load_episodes(source: str | Path) -> list[Episode]:
 
 
 def _checked(episodes: Sequence[Episode]) -> Sequence[Episode]:
-    """Return the episodes if they are recorded; raise otherwise."""
     expected = "recorded episodes, as Trainer.predict returns them"
     are_episodes = isinstance(episodes, Sequence) and all(isinstance(episode, Episode) for episode in episodes)
     check(are_episodes, "episodes", episodes, expected)
@@ -79,7 +70,8 @@ class RecordedEpisodes(RolloutDataModule):
     """Yields random steps of recorded episodes instead of rollouts; the environment is used for evaluation only.
 
     A training batch has `rollout_length · num_envs` steps, drawn at random with replacement. It has observations,
-    actions and rewards, but neither log-probabilities nor values. `BehaviourCloning` learns from such batches.
+    actions and rewards, but neither log-probabilities nor values. `BehaviourCloning` learns from such batches. Episodes
+    that are missing or do not fit the spaces of the environment raise a `ConfigurationError`.
 
     Args:
         env_id: Id of the environment of the episodes.
@@ -88,9 +80,6 @@ class RecordedEpisodes(RolloutDataModule):
         rollout_length: See `num_envs`.
         rollouts_per_epoch: Batches of an epoch.
         **kwargs: See `RolloutDataModule`.
-
-    Raises:
-        ConfigurationError: There are no such episodes, or they do not fit the spaces of the environment.
     """
 
     def __init__(

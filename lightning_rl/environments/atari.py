@@ -99,7 +99,6 @@ class EpisodicLife(gymnasium.Wrapper[Any, Any, Any, Any]):
         return int(self.env.unwrapped.ale.lives())  # type: ignore[attr-defined]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Continue the game after a lost life, or begin a new game."""
         new_game = bool((options or {}).get("new_game"))
         self.continued_game = not (self._game_over or new_game)
         if self.continued_game:
@@ -256,7 +255,6 @@ class AtariPreprocessing:
             check_number("env.atari.repeat_action_probability", self.repeat_action_probability, at_least=0, at_most=1)
 
     def for_evaluation(self) -> AtariPreprocessing:
-        """Return the options for whole games with raw rewards."""
         return replace(self, episodic_life=False, clip_rewards=False)
 
     def make_kwargs(self, max_episode_steps: int | None = None) -> dict[str, Any]:
@@ -309,7 +307,6 @@ class AtariPreprocessing:
         }
 
     def envpool_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of EnvPool."""
         # EnvPool draws from 1 to `noop_max`; 0 kills its process by a division by zero.
         check(self.noop_max > 0, "env.atari.noop_max", self.noop_max, "at least 1 with backend='envpool'")
         return {
@@ -321,7 +318,6 @@ class AtariPreprocessing:
         }
 
     def _vector_kwargs(self) -> dict[str, Any]:
-        """Return the arguments with the same names in ale-py's vector environment and EnvPool."""
         probability = self.repeat_action_probability
         return {
             "noop_max": self.noop_max,

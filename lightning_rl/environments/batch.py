@@ -42,13 +42,11 @@ class NativeCartPole(VectorWrapper):
     _ARRAYS = ("state", "steps", "prev_done")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the arrays and the state of the random generator."""
         env: Any = self.env
         arrays = {name: np.asarray(getattr(env, name)) for name in self._ARRAYS}
         return arrays | {"random": env.np_random.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> Nested:
-        """Restore a state, and return the observations `[B, 4]`."""
         env: Any = self.env
         env.reset(seed=0)
         env.np_random.bit_generator.state = state["random"]
@@ -308,7 +306,6 @@ class EnvironmentBatch:
         """Do nothing: `step` checks every value."""
 
     def label(self, index: int) -> str:
-        """Name an environment with its current episode, seed and step."""
         return self._tracker.label(index)
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -356,7 +353,6 @@ class EnvironmentBatch:
         return exact, observations
 
     def close(self) -> None:
-        """Close the environments and end worker processes; may be called twice."""
         with self._named("close"):
             try:
                 self.env.close()
@@ -386,7 +382,6 @@ class EnvironmentBatch:
             self._raise_named(error, where)
 
     def _raise_named(self, error: BaseException, where: str) -> NoReturn:
-        """Raise a failure with the environment, episode, seed and step."""
         if isinstance(error, EnvironmentFailure | ConfigurationError) or not is_failure(error):
             raise error
         if not isinstance(error, WorkerFailure):

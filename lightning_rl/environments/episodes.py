@@ -278,7 +278,6 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         return type(self.unwrapped).__name__ == "BipedalWalker" and record["first_episode"] > 0
 
     def _replay(self, record: dict[str, Any]) -> bool:
-        """Replay an episode, and return whether observation, rewards and ends equal the recorded ones."""
         self.episode = record["first_episode"] - 1  # the reset increments it
         self.reset(options=self.first_options)
         resets, actions = set(record["resets"]), record["actions"]
@@ -299,7 +298,6 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._ends: list[list[Any]] = []  # of lives: length of the log, terminated, truncated
 
     def _fit(self, observation: Any) -> Nested:  # noqa: ANN401
-        """Return an observation whose leaves every backend can store."""
         try:
             observation = map_leaves(fit_leaf, self._paths, self._leaf_spaces, observation)
         except (LookupError, TypeError, ValueError) as error:
@@ -339,7 +337,6 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         )
 
     def _raise_named(self, where: str, error: BaseException) -> NoReturn:
-        """Raise a failure of the environment with its index, episode, seed and step."""
         if not is_failure(error):
             raise error
         if isinstance(error, Unexpected):
@@ -396,7 +393,6 @@ class RestartingEpisodes(SeededEpisodes):
         return observation, info
 
     def _restart(self, failure: EnvironmentFailure) -> tuple[Any, dict[str, Any]]:
-        """Replace the environment until a reset succeeds."""
         failures: list[str] = []
         while True:
             failures.append(str(failure))

@@ -103,7 +103,6 @@ def make_environments(
 
 
 def _make_vectorized(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> EnvironmentBatch | TensorEnvironments:
-    """Make environments of the backends `native`, `torch` and `envpool`, with their wrappers."""
     make = make_envpool if spec.backend == "envpool" else make_native
     env, atari, reset_seed = make(spec, num_envs, seeds)
     env = _wrap_vector(env, _split_wrappers(spec)[1])
@@ -248,7 +247,6 @@ def _timeout(spec: EnvironmentSpec) -> float:
 
 
 def _find_single(spec: EnvironmentSpec) -> EnvSpec:
-    """Return the registered spec of an environment, which must not be a vectorized one only."""
     gym_spec = find_spec(spec.env_id)
     expected = f"native or torch: {spec.env_id} registers vectorized environments only"
     check(gym_spec.entry_point is not None, "backend", spec.backend, expected)
@@ -271,7 +269,6 @@ def make_single(
 
 
 def _atari_options(spec: EnvironmentSpec, gym_spec: EnvSpec) -> AtariPreprocessing | None:
-    """Return the options of the preprocessing of a single Atari game, None for other environments."""
     given = spec.env.kwargs
     atari = spec.atari_options(is_atari(gym_spec, given.get("obs_type")))
     if atari is not None:
@@ -332,7 +329,6 @@ def _repeat_reader(spec: EnvironmentSpec, atari: AtariPreprocessing | None) -> A
 
 
 def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple[ClassSpec, ...]]:
-    """Return the user's wrappers of single environments, and of vector environments."""
     single: list[ClassSpec] = []
     vector: list[ClassSpec] = []
     for wrapper in spec.wrappers:

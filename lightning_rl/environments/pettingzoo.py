@@ -93,14 +93,12 @@ class ParallelEnvVector(VectorEnv):
     def _start(
         self, index: int, infos: list[dict[str, Any]], seed: int | None = None, options: dict[str, Any] | None = None
     ) -> None:
-        """Reset a copy, and write the observations and `info` of its agents to their rows."""
         observations, agent_infos = self.copies[index].reset(seed=seed, options=options)
         for row, agent in self._places(index):
             self._rows[row] = observations.get(agent, self._zeros)
             infos[row] = agent_infos.get(agent, {})
 
     def _places(self, index: int) -> list[tuple[int, Any]]:
-        """Return the rows of a copy, each with its agent."""
         return list(enumerate(self.agents, index * len(self.agents)))
 
     def _concatenated(self) -> Any:  # noqa: ANN401
@@ -108,7 +106,6 @@ class ParallelEnvVector(VectorEnv):
         return self._observations
 
     def _common_space(self, space_of: Callable[[Any], Any], what: str, padding: str) -> Any:  # noqa: ANN401
-        """Return the space of all agents, which must be the same."""
         spaces = {agent: space_of(agent) for agent in self.agents}
         space = spaces[self.agents[0]]
         same = all(other == space for other in spaces.values())

@@ -46,7 +46,6 @@ class EpisodeTracker:
         self.reset()
 
     def reset(self) -> None:
-        """Start again at episode 0 of every stream."""
         self.clock = 0
         self.streams = list(self._seeds)
         self.episodes = np.zeros(len(self._seeds), np.int64)
@@ -58,21 +57,17 @@ class EpisodeTracker:
         self.began[which] = self.clock + in_steps
 
     def start_at(self, index: int, episode: int) -> None:
-        """Start a given episode of one environment."""
         self.episodes[index] = episode
         self.began[index] = self.clock
 
     def where(self, index: int) -> tuple[int, int, int]:
-        """Return the stream seed, the episode and the step of an environment."""
         return self.streams[index], int(self.episodes[index]), max(0, self.clock - int(self.began[index]))
 
     def label(self, index: int) -> str:
-        """Name an environment with its current episode, seed and step."""
         _, episode, step = self.where(index)
         return self.label_at(index, episode, step)
 
     def label_at(self, index: int, episode: int, step: int) -> str:
-        """Name an environment with a given episode and step."""
         if isinstance(self._reset_seed, list):
             seed = derive_seed(self.streams[index], episode)
         else:
@@ -80,15 +75,12 @@ class EpisodeTracker:
         return describe(index, episode, seed, step, self._evaluation)
 
     def labels(self, indices: Sequence[int]) -> str:
-        """Name some environments."""
         return ", ".join(map(self.label, indices)) or f"an {role_prefix(self._evaluation)}environment"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts as tensors and plain values."""
         counts = {"began": torch.from_numpy(self.began.copy()), "episodes": torch.from_numpy(self.episodes.copy())}
         return {"clock": self.clock, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counts."""
         self.clock = state["clock"]
         self.began[:], self.episodes[:] = state["began"].numpy(), state["episodes"].numpy()

@@ -126,7 +126,6 @@ class EnvConfig:
             self._check_mask()
 
     def _check_backend(self, backend: Backend) -> None:
-        """Check the options that require single environments or worker processes."""
         if self.step_timeout is not None:
             check(backend == "async", "env.step_timeout", self.step_timeout, "None unless backend is 'async'")
             # The system call `poll` takes milliseconds in 32 bits.
@@ -204,7 +203,6 @@ class EnvironmentSpec:
 
     @property
     def training_wrappers(self) -> list[ClassSpec]:
-        """The user's wrappers for training only."""
         return to_class_specs("env.training_wrappers", self.env.training_wrappers)
 
     @property
@@ -214,7 +212,6 @@ class EnvironmentSpec:
 
     @property
     def changes_observations(self) -> bool:
-        """Whether `wrap_vector` changes observations."""
         return any(getattr(self.env, name) for name in _OF_OBSERVATIONS)
 
     def wrap(self, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
@@ -244,7 +241,6 @@ class EnvironmentSpec:
         return env if given.action_mask is None else MaskedActions(env, given.action_mask)
 
     def wrap_rewards(self, env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
-        """Apply the options of rewards to native environments."""
         transform = None if self.evaluation else self.reward_transform
         return env if transform is None else vector_wrappers.TransformReward(env, transform)
 
@@ -257,7 +253,6 @@ class EnvironmentSpec:
         return self.wrap_rewards(env)
 
     def for_evaluation(self) -> EnvironmentSpec:
-        """Return the spec of the evaluation environments."""
         return replace(self, evaluation=True)
 
     def for_filming(self, env_kwargs: dict[str, Any] | None = None) -> EnvironmentSpec:

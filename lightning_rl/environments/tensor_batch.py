@@ -65,7 +65,6 @@ class TensorEnvironments:
         return self.observations
 
     def step(self, actions: Nested) -> Step:
-        """Step every environment once; raises an `EnvironmentFailure` if the environments raise."""
         self._steps += 1
         with self._named("step"):
             observations, rewards, terminated, truncated, infos, valid, ended, cut, bad = self._advance(
@@ -115,7 +114,6 @@ class TensorEnvironments:
         return numbers.flatten().tolist()
 
     def pop_failures(self) -> list[str]:
-        """Return nothing: these environments are not replaced."""
         return []
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -142,7 +140,6 @@ class TensorEnvironments:
         return np.ones(self.num_envs, bool), self.observations
 
     def close(self) -> None:
-        """Close the environments."""
         with self._named("close"):
             try:
                 self.env.close()
@@ -151,7 +148,6 @@ class TensorEnvironments:
 
     @contextlib.contextmanager
     def _named(self, where: str) -> Iterator[None]:
-        """Raise failures of the environments with step and seed."""
         try:
             yield
         except BaseException as error:
@@ -162,7 +158,6 @@ class TensorEnvironments:
 
 
 def _check_tensors(env: VectorEnv[Any, Any, Any], observations: Nested) -> None:
-    """Raise a `ConfigurationError` unless the first observations of an environment are tensors."""
     first = first_leaf(observations)
     expected = f"'native', since {env} returns {type(first).__name__}, no tensors"
     check(isinstance(first, Tensor), "backend", "torch", expected)

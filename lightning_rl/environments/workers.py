@@ -67,7 +67,6 @@ class LocalVectorEnv(SyncVectorEnv):
     """`SyncVectorEnv` with `call_each`."""
 
     def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Call a method of every environment, each with different arguments."""
         return tuple(env.get_wrapper_attr(name)(*args) for env, args in zip(self.envs, arguments, strict=True))
 
 
@@ -168,21 +167,17 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
             return tuple(self._ask(dict.fromkeys(range(self.num_envs), ("call", name, args, kwargs))))
 
     def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Call a method of every environment, each with different arguments; otherwise as `call`."""
         with self._guarded():
             return tuple(self._ask({i: ("call", name, args, {}) for i, args in enumerate(arguments)}))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Return an attribute of every environment; None for a lost worker; raises as `step`."""
         return self.call(name)
 
     def set_attr(self, name: str, values: Any) -> None:  # noqa: ANN401
-        """Set an attribute of every environment, from a list or tuple or to one value; raises as `step`."""
         each = values if isinstance(values, list | tuple) else [values] * self.num_envs
         self.call_each("set_wrapper_attr", [(name, value) for _, value in zip(self.pipes, each, strict=True)])
 
     def render(self) -> tuple[Any, ...]:
-        """Return a picture of every environment; None for a lost worker; raises as `step`."""
         return self.call("render")
 
     def replace(self, index: int) -> tuple[Any, dict[str, Any]]:
@@ -221,7 +216,6 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
             pipe.close()
 
     def __del__(self) -> None:
-        """End the workers of a pool that was not closed."""
         if hasattr(self, "_at_exit"):
             self.close(terminate=True)
 
@@ -276,7 +270,6 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Close the pool by force if the block raises."""
         if self.closed:
             raise gymnasium.error.ClosedEnvironmentError(f"{self} is closed")
         try:
@@ -333,7 +326,6 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         self.pipes[index].close()
 
     def _failure(self, lost: Mapping[int, str | None]) -> WorkerFailure:
-        """Return the failure of the dead workers, or of the hanging workers if none is dead."""
         dead = {index: code for index, code in lost.items() if code is not None}
         if dead:
             codes = ", ".join(dead.values())

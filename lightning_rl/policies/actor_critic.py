@@ -101,7 +101,6 @@ class ActorCritic(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
         return self.value_head.weight.dtype
 
     @property
@@ -114,7 +113,6 @@ class ActorCritic(nn.Module):
 
     @property
     def value_heads(self) -> list[HeadLinear]:
-        """All heads that predict returns."""
         return [self.value_head]
 
     def initial_memory(self, batch_size: int, critic: bool = True) -> Nested | None:
@@ -227,7 +225,6 @@ class ActorCritic(nn.Module):
         return features, value_features, {"actor": actor, "critic": critic}
 
     def _run_cores(self, observations: Nested, segments: Segments, memory: Nested) -> tuple[Tensor, Tensor, Nested]:
-        """Return features for actor and critic, and the recurrent state after each sequence."""
         assert self.actor_core is not None
         features, value_features = self._encode_for_both(self.prepare_observations(observations))
         after: dict[str, Nested] = {}

@@ -70,7 +70,6 @@ class RunningMoments(ExactStates):
         self.count.copy_(torch.where(taken, new_count, self.count))
 
     def scale(self, epsilon: float) -> Tensor:
-        """Return 1 / √(variance + epsilon)."""
         return (self.variance + epsilon).rsqrt()
 
 
@@ -92,7 +91,6 @@ class ObservationNormalizer(nn.Module):
         return ((x - mean) * scale).clamp(-self.clip, self.clip)
 
     def update(self, observations: Tensor, reduce: Reduce = identity) -> None:
-        """Merge observations `[N, *shape]` into the moments."""
         self.moments.update(observations, reduce)
 
 
@@ -110,7 +108,6 @@ class NestedNormalizer(nn.Module):
         return self._normalize(observations, "")
 
     def update(self, observations: Nested, reduce: Reduce = identity) -> None:
-        """Merge nested observations, leaves `[N, *shape]`, into the moments."""
         for path in self.paths:
             self._of(path).update(part_at(observations, path), reduce)
 

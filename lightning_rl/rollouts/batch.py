@@ -156,20 +156,14 @@ class Batch:
 
 
 def set_global_weights(parts: Sequence[Batch]) -> None:
-    """Set the weight of each minibatch so that `Batch.mean` is over the rows of all ranks; a collective call.
-
-    The weight is 0 if no rank has a row that counts.
-    """
+    """Set each weight so that `mean` is over the rows of all ranks, 0 if none counts; a collective call."""
     if (ranks := world_size()) > 1:
         for part, total in zip(parts, _totals(parts, [part.total_weight for part in parts]), strict=True):
             part.weight = ranks / total if total else 0.0
 
 
 def set_common_weight(parts: Sequence[Batch]) -> None:
-    """Set one weight for several batches so that the sum of their `mean`s is the mean over all of them.
-
-    The weight is 0 if no rank has a row that counts. A collective call.
-    """
+    """Set one weight so that the sum of the batches' `mean`s is the mean over all rows; a collective call."""
     (total,) = _totals(parts, [sum(float(part.total_weight) for part in parts)])
     for part in parts:
         part.weight = world_size() / total if total else 0.0

@@ -38,8 +38,7 @@ class Rollout:
     Attributes:
         observations: Observations that the policy acted on, `[T + 1, B, ...]`; the next rollout begins with the last
             row. A dict or tuple of tensors for `Dict` and `Tuple` spaces. Integers, and so images, keep their dtype.
-        actions: Actions, `[T, B, ...]`, nested as the action space, before they are squashed into or clipped to the
-            bounds of the space.
+        actions: Actions, `[T, B, ...]`, nested as the action space, before they are squashed or clipped to its bounds.
         rewards: Raw rewards, `[T, B]`.
         terminated: Whether the step ended the episode in a terminal state, `[T, B]`.
         truncated: Whether the step ended the episode by truncation, as at a time limit, `[T, B]`.
@@ -52,8 +51,7 @@ class Rollout:
         final_indices: Time and environment of each truncated step, `[K, 2]`.
         final_observations: Observations that these steps led to, `[K, ...]`, nested as the space.
         starts: Whether an observation is the first of an episode, `[T, B]`, on the CPU; None if unknown.
-        memory: For a recurrent policy, the recurrent states from which the `K` sequences of each environment are
-            unrolled, `[K, B, ...]`.
+        memory: Recurrent states from which the `K` sequences of each environment are unrolled, `[K, B, ...]`.
         burn_in: Number of steps from the states in `memory` to their sequences; fewer at the start of the rollout.
         repeats: Number of times that the environment took each action, `[T, B]`, if the policy chooses it and each
             repeat discounts; otherwise None.
@@ -65,8 +63,8 @@ class Rollout:
         failures: Message for each environment that was replaced; None if failures end the run.
         frames: Number of simulator steps if actions are repeated; None: one for each real step.
         actor: Asynchronous actor that collected the rollout; None: the learner.
-        log_rhos: Log-probabilities of the actions under the learner minus `log_probs`, `[T, B]`, if an algorithm that
-            corrects for older policies has replaced `log_probs`; else None.
+        log_rhos: Log importance ratios of the learner's policy, `[T, B]`, if an algorithm that corrects for older
+            policies has replaced `log_probs`; else None.
         dropped: Number of rollouts that were dropped before this one because their policy was too old.
         actors_lost: Number of asynchronous actors that were lost before this rollout; None if they are not replaced.
         seconds: Seconds to collect the rollout, or to wait for it.
@@ -174,10 +172,7 @@ class Rollout:
     def discounts(self, gamma: float, on_truncation: OnTruncation = "bootstrap") -> Tensor:
         """Return the discount of the next value, `[T, B]`: gamma (to the power of `repeats`), or 0 at terminal states.
 
-        Args:
-            gamma: Discount factor.
-            on_truncation: `bootstrap` uses the value of the final observation. `terminal` treats truncation as a
-                terminal state, which is wrong, but some published scores were made with it.
+        `on_truncation="terminal"` treats truncation as a terminal state, as some published scores did.
         """
         stop = self.terminated if on_truncation == "bootstrap" else self.dones
         continues = (~stop).to(self.rewards.dtype)
@@ -188,12 +183,9 @@ class Rollout:
         return lambda_ * (~self.dones).to(self.rewards.dtype)
 
     def flatten(self, rows: Tensor | None = None, /, **per_step: Nested) -> Batch:
-        """Return steps as rows of a batch; with a recurrent policy, in the order of sequences.
+        """Return real steps, or those in the mask `rows` `[T, B]`, as a batch with further fields `[T, B, ...]`.
 
-        Args:
-            rows: Steps to return, `[T, B]`. None: all real steps. A recurrent policy always returns all real steps,
-                since its state passes through them.
-            **per_step: More fields, `[T, B, ...]`, nested or not.
+        A recurrent policy always returns all real steps in the order of sequences, since its state passes through them.
         """
         length, num_envs = self.shape
         fields: dict[str, Nested] = {

@@ -147,7 +147,8 @@ def cut(
 ) -> tuple[Tensor, Sequences]:
     """Cut a rollout of `T` steps in `B` environments into sequences of equal length in time.
 
-    Invalid steps belong to no sequence; a new episode begins after them.
+    Return rows t · B + b in the order of sequences, and the sequences. Invalid steps belong to no sequence; a new
+    episode begins after them.
 
     Args:
         valid: Which steps are real, `[T, B]`. None: all.
@@ -156,9 +157,6 @@ def cut(
             steps before its first step, or at the start of the rollout.
         burn_in: Number of steps before a sequence from which its state is recomputed.
         observations: `[T, B, ...]`; further rows are ignored.
-
-    Returns:
-        Rows t · B + b in the order of sequences, and the sequences.
     """
     (length, num_envs), device = starts.shape, first_leaf(memory).device
     is_real = torch.ones(length * num_envs, dtype=torch.bool) if valid is None else valid.cpu().flatten()

@@ -75,7 +75,6 @@ class Log:
 
     @property
     def environment(self) -> str:
-        """Id of the environment, or an empty text."""
         return str(self.settings.get("data.env_id") or self.settings.get("data.init_args.env_id", ""))
 
 
@@ -89,10 +88,7 @@ def find_logs(path: str | Path) -> list[Log]:
 
 
 def joined(logs: Iterable[Log]) -> list[Log]:
-    """Merge the logs of each run that was resumed in a new log folder.
-
-    The last log has precedence, for repeated steps and for the settings.
-    """
+    """Merge the logs of each run that was resumed in a new log folder; the last log has precedence."""
     parts: dict[Path, list[Log]] = {}
     for log in logs:
         parts.setdefault(log.run or log.folder.resolve(), []).append(log)
@@ -157,18 +153,12 @@ def _name(log: Log, logs: Sequence[Log]) -> str:
 
 
 def summarize(runs: Sequence[Series], statistic: Statistic = "iqm", confidence: float = 0.95) -> Summary:
-    """Return the mean or interquartile mean over runs at each step, with a bootstrap interval.
+    """Return the mean or interquartile mean over runs, one per seed, at each step, with a bootstrap interval.
 
-    Runs with different steps are interpolated; the curve has the steps that all runs cover.
-
-    Args:
-        runs: One series per seed.
-        statistic: `iqm` leaves out the lowest and the highest quarter of the runs at each step (Agarwal et al. 2021);
-            with fewer than four runs it is the mean.
-        confidence: Confidence level of the percentile bootstrap interval.
-
-    Raises:
-        ConfigurationError: The runs have no steps in common.
+    Runs with different steps are interpolated; the curve has the steps that all runs cover. Without any, a
+    `ConfigurationError` is raised. `iqm` leaves out the lowest and the highest quarter of the runs at each step
+    (Agarwal et al. 2021); with fewer than four runs it is the mean. `confidence` is the level of the percentile
+    bootstrap interval.
     """
     check(statistic in ("iqm", "mean"), "statistic", statistic, "iqm or mean")
     check(0 < confidence < 1, "confidence", confidence, "a number between 0 and 1")
@@ -187,7 +177,6 @@ def summarize(runs: Sequence[Series], statistic: Statistic = "iqm", confidence: 
 
 
 def _trimmed_mean(values: Array, trim: int) -> Array:
-    """Return the mean over the first dimension without the `trim` lowest and highest values."""
     kept = np.sort(values, axis=0)[trim : len(values) - trim] if trim else values
     return np.asarray(kept.mean(axis=0))
 

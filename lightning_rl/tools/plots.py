@@ -128,7 +128,6 @@ def _draw_panel(axis: Any, panel: Panel, statistic: Statistic, confidence: float
 
 
 def _format_steps(steps: float, _: object) -> str:
-    """Format a number of steps as 500, 20k or 1.5M."""
     return f"{steps / 1e6:g}M" if steps >= 1e6 else f"{steps / 1e3:g}k" if steps >= 1e3 else f"{steps:g}"
 
 
@@ -229,7 +228,6 @@ def _panels(experiments: dict[str, list[Log]], metric: str) -> list[Panel]:
 
 
 def _axis_label(metric: str) -> str:
-    """Return `rollout/episode_return` as `episode return (training)`."""
     stage, _, name = metric.partition("/")
     words = name.replace("_", " ") if name else stage
     return f"{words} ({_STAGES[stage]})" if name and stage in _STAGES else words

@@ -153,10 +153,7 @@ def load_data(path: str | Path, config: str | Path | None = None, trust: Sequenc
 
     Everything in a given `config`, a file or the name of a shipped one, is trusted. Without it, the result of
     `config_of` is used or else the options in the checkpoint, and classes in them are trusted as in `load_algorithm`.
-
-    Raises:
-        ConfigurationError: The environments are unknown, or a class is not trusted, cannot be imported or does not fit
-            its field.
+    Unknown environments and classes that are not trusted raise a `ConfigurationError`.
     """
     if config is not None:
         return _from_config(config_file(config))
@@ -264,10 +261,7 @@ def export_checkpoint(
     episodes: int = 10,
     trust: Sequence[str] = (),
 ) -> tuple[Path, str, Score, int]:
-    """Run the command `lightning-rl export`, which documents the options.
-
-    Return the folder, the id of the environment, the score, and the number of steps whose actions were compared.
-    """
+    """Run the command `lightning-rl export`; return folder, environment, score and number of compared steps."""
     check_options(format, programs)
     model = load_algorithm(path, "ckpt_path", trust=[*trust, *modules_named_in(config)])
     beside = path.absolute().parent.parent / "policies"

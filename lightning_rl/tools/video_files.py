@@ -17,12 +17,9 @@ Frame = np.ndarray[Any, Any]
 
 
 class BoundedGif:
-    """A GIF of bounded size: long episodes are shown with fewer frames per second, in the same time.
+    """A GIF of at most `max_frames`: long episodes are shown with fewer frames per second, in the same time.
 
-    Args:
-        fps: Frames per second that are appended.
-        max_frames: Maximum number of frames in the file.
-        max_side: Maximum width and height in pixels; larger frames are subsampled.
+    Frames wider or higher than `max_side` pixels are subsampled. `fps` is the rate of appended frames.
     """
 
     def __init__(self, fps: float, max_frames: int = 200, max_side: int = 240) -> None:
@@ -35,7 +32,6 @@ class BoundedGif:
 
     @property
     def fps(self) -> float:
-        """Frames per second in the file."""
         return self._fps / self._stride
 
     def append(self, frame: Frame) -> None:
@@ -58,10 +54,7 @@ class BoundedGif:
 
 
 class VideoFile:
-    """A video: MP4 if imageio's ffmpeg is installed, otherwise GIF; `path` gets the suffix.
-
-    The file appears when it is complete.
-    """
+    """A video that appears when complete: MP4 with imageio's ffmpeg, otherwise GIF; `path` gets the suffix."""
 
     def __init__(self, path: Path, fps: float) -> None:
         self.preview = BoundedGif(fps)
@@ -74,7 +67,6 @@ class VideoFile:
         self._gif = BoundedGif(fps, max_frames=500, max_side=480) if self.path.suffix == ".gif" else None
 
     def append(self, frame: Frame) -> None:
-        """Add a frame, `[height, width, 3]` of `uint8`."""
         self.preview.append(frame)
         if self._gif is not None:
             self._gif.append(frame)
@@ -89,7 +81,6 @@ class VideoFile:
         self._writer.append_data(np.pad(frame, ((0, rows), (0, columns), (0, 0)), mode="edge"))
 
     def close(self) -> None:
-        """Complete the file."""
         if self._gif is not None:
             self._unfinished.write_bytes(self._gif.encode())
         else:
@@ -99,7 +90,6 @@ class VideoFile:
         self._unfinished.replace(self.path)
 
     def discard(self) -> None:
-        """Delete the unfinished file."""
         if self._writer is not None:
             self._writer.close()
         self._unfinished.unlink(missing_ok=True)
@@ -114,11 +104,9 @@ class Films:
     on_finished: Callable[[int, VideoFile], None] | None = None
 
     def open(self, number: int, fps: float) -> VideoFile:
-        """Start the video of an episode."""
         return VideoFile(self.folder / self.name.format(number), fps)
 
     def finished(self, number: int, video: VideoFile) -> None:
-        """Complete the video of an episode."""
         video.close()
         if self.on_finished is not None:
             self.on_finished(number, video)

@@ -100,7 +100,6 @@ class AdvantageEstimator:
 
     @property
     def normalize(self) -> NormalizeAdvantages:
-        """Normalize advantages over each `minibatch`, over the whole `rollout`, or not at all (`none`)."""
         return self._normalize
 
     @normalize.setter

@@ -119,10 +119,7 @@ class ScheduledOptions:
         owner: object = None,
         option: str | None = None,
     ) -> float:
-        """Add the attribute `name` of `owner` (None: the algorithm), and return its first value.
-
-        `option` is the full name of the option (None: `name`); see `parse_schedule` for the other arguments.
-        """
+        """Add the attribute `name` of `owner` (None: the algorithm); return its initial value (`parse_schedule`)."""
         option = option or name
         schedule = parse_schedule(option, value, above=above, at_least=at_least, at_most=at_most)
         if schedule.varies:

@@ -58,25 +58,20 @@ class EagerEngine:
     compiles_loss = False
 
     def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> None:  # noqa: ANN401
-        """Return None."""
         return None
 
     def loss(self, model: Any, loss_of: Callable[[Any], Loss], batch: Any, part: ActorOrCritic | None) -> Loss:  # noqa: ANN401
-        """Return the loss of a minibatch."""
         return loss_of(batch)
 
     def backward(self, model: LightningModule, total: Tensor) -> None:
-        """Compute the gradient of `Loss.total`."""
         with _explained_anomaly():
             model.manual_backward(total)
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the gradients of all parameters that have one."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def step(self, model: LightningModule, optimizer: LightningOptimizer, counts: bool) -> None:
-        """Step an optimizer; `counts` increments Lightning's global step."""
         with _without_scaler(model.trainer.precision_plugin):
             if counts:
                 optimizer.step()

@@ -97,7 +97,6 @@ class GradientSteps:
         self._unchecked_bytes = 0
 
     def begin(self) -> None:
-        """Start the updates from a rollout."""
         self.reset()
         # Chosen for each rollout: callbacks and hooks may be added or removed between rollouts.
         self.engine = fast.engine_for(self.model) or EagerEngine()
@@ -170,7 +169,6 @@ class GradientSteps:
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether only the critic is trained."""
         return bool(self.model.env_steps < self.critic_warmup_steps)
 
     def epochs(self, num_epochs: int) -> Iterator[tuple[int, bool]]:
@@ -221,7 +219,6 @@ class GradientSteps:
             vars(self).update(kept)
 
     def means(self) -> dict[str, float]:
-        """Return the means of all recorded scalars; see `UpdateRecord.means`."""
         return self.record.means()
 
     def not_finite(self, means: dict[str, float]) -> dict[str, float]:
@@ -410,7 +407,6 @@ class UpdateRecord:
 
     @property
     def takes_step(self) -> Tensor:
-        """Whether a step is taken on this minibatch."""
         return self.is_open & self._counts
 
     def add(self, **terms: Tensor | float) -> None:
@@ -490,7 +486,6 @@ class UpdateRecord:
         return {(name,): [(next(sums), flag) for _, flag in entries] for name, entries in self._absolute.items()}
 
     def not_finite(self, means: dict[str, float]) -> dict[str, float]:
-        """Return the non-finite means, except observed ones."""
         return {n: x for n, x in means.items() if not math.isfinite(x) and n not in self.observed}
 
 

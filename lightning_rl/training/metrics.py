@@ -142,7 +142,6 @@ class ScalarMeans(_Window):
         self.names = names
 
     def count(self, name: str) -> int:
-        """Return the number of values of a scalar on this rank."""
         return int(self.counts[self.names.index(name)])
 
     def compute(self) -> dict[str, float]:
@@ -211,7 +210,6 @@ class LogWindow(nn.Module):
         return self.means.compute() | episodes | counts
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the statistics of this rank as plain data."""
         self._flush()
         return {
             "since": self.since,
@@ -222,7 +220,6 @@ class LogWindow(nn.Module):
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Restore a result of `snapshot`."""
         self.begin(snapshot["since"])
         self.episodes.restore(snapshot["episodes"])
         self.means = ScalarMeans(snapshot["names"]).to(self.episodes.device)
@@ -297,7 +294,6 @@ class RolloutMetrics(LogWindow):
     # ------------------------------------------------------------------ evaluation
 
     def log_evaluation(self, model: Any, stage: str) -> None:  # noqa: ANN401
-        """Log episode returns and lengths of an evaluation."""
         device = _log_device(model)
         values = {f"{stage}/{name}": value for name, value in self.eval_episodes.compute().items()}
         self.eval_episodes.reset()

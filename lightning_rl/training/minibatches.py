@@ -26,7 +26,6 @@ class BatchPair(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the rows."""
         return self.policy.num_bytes + self.value.num_bytes
 
 
@@ -63,7 +62,6 @@ class Unroll:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the rows."""
         return sum(part.batch.num_bytes for part in self.parts)
 
     def rows(self, x: Tensor) -> Tensor:

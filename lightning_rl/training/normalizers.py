@@ -46,12 +46,10 @@ class Normalizers:
 
     @property
     def of_observations(self) -> Any:  # noqa: ANN401
-        """The policy's observation normalizer, or None."""
         return getattr(self.policy, "observation_normalizer", None)
 
     @property
     def of_values(self) -> ValueNormalizer | None:
-        """The policy's value normalizer, or None."""
         return getattr(self.policy, "value_normalizer", None)
 
     def rewards(self, rollout: Rollout) -> Tensor:
@@ -83,7 +81,6 @@ class Normalizers:
         self.value_targets = self._undo = None
 
     def rollback(self) -> None:
-        """Restore the statistics after a failed update."""
         if self._undo is not None:
             self._undo()
         self.value_targets = self._undo = None
@@ -95,7 +92,6 @@ class Normalizers:
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Restore everything at the end of the context."""
         restore, kept = self._snapshot(), (self._undo, self.value_targets)
         self._undo = self.value_targets = None
         try:

@@ -123,7 +123,6 @@ class WeightPenalty:
                 check(bool(weights_by_part(policy)[part]), f"optimizer.l2.{part}", coefficient, expected)
 
     def __call__(self, policy: nn.Module) -> Tensor | None:
-        """Return the penalty, a scalar, or None without one."""
         wanted = {part: coefficient for part, coefficient in self.coefficients.items() if coefficient}
         if not wanted:
             return None

@@ -20,9 +20,7 @@ class Schedule(Protocol):
     """A function from environment steps to values."""
 
     @property
-    def varies(self) -> bool:
-        """Whether the value changes."""
-        ...
+    def varies(self) -> bool: ...
 
     @property
     def over_run(self) -> bool:
@@ -43,7 +41,6 @@ class Constant:
     over_run = False
 
     def at(self, env_steps: int, planned: int | None) -> float:
-        """Return the value."""
         return self.value
 
 
@@ -59,7 +56,6 @@ class Ramp:
 
     @property
     def over_run(self) -> bool:
-        """Whether the schedule ends with the run."""
         return self.over is None
 
     def at(self, env_steps: int, planned: int | None) -> float:
@@ -82,7 +78,6 @@ class Piecewise:
     over_run = False
 
     def at(self, env_steps: int, planned: int | None) -> float:
-        """Return the value."""
         following = bisect_right(self.steps, env_steps)
         last = max(0, following - 1)
         if following in (0, len(self.steps)) or not self.interpolate:

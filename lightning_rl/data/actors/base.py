@@ -64,7 +64,6 @@ class ActorConfig:
     ray_address: str | None = None
 
     def check(self, environments: Backend) -> None:
-        """Raise a `ConfigurationError` if an option is out of range or does not fit the backend `environments`."""
         count, lag, methods = self.count, self.max_policy_lag, get_args(StartMethod)
         check(is_int(count) and count >= 0, "actors.count", count, "an integer of at least 0")
         if self.prefetch is not None:
@@ -120,18 +119,13 @@ class RolloutSource(Protocol):
     """Asynchronous actors: the learner sends them policies and receives rollouts when one is ready."""
 
     def publish(self, policy: nn.Module, version: int) -> None:
-        """Send a policy to the actors, which collect their next rollouts with it.
-
-        Raises:
-            EnvironmentFailure: An actor has ended.
-        """
+        """Send a policy to the actors for their next rollouts; raise an `EnvironmentFailure` if one has ended."""
         ...
 
     def next_rollout(self, while_waiting: Callable[[], None]) -> Rollout:
         """Wait for the next rollout. `while_waiting` is called twice a second, and its exceptions end the wait.
 
-        Raises:
-            EnvironmentFailure: An actor failed, died or hung, and was not replaced.
+        An actor that failed, died or hung, and was not replaced, raises an `EnvironmentFailure`.
         """
         ...
 
@@ -149,7 +143,6 @@ class BoundedLag:
         self._version = version
 
     def publish(self, policy: nn.Module, version: int) -> None:
-        """Send a policy to the actors unless they have this version."""
         if version != self._version:
             self.source.publish(policy, version)
             self._version = version
@@ -171,18 +164,12 @@ class BoundedLag:
         return rollout
 
     def close(self) -> None:
-        """End the actors; may be called twice."""
         self.source.close()
 
 
 @dataclass(frozen=True)
 class ActorSetup:
-    """Environments and seeds of the actors of one rank.
-
-    Attributes:
-        spaces: Observation and action space of one environment.
-        start: See `Sampler.starts`.
-    """
+    """Environments, `Sampler.starts` and seeds of the actors of one rank."""
 
     spec: EnvironmentSpec
     num_envs: int
@@ -199,7 +186,6 @@ class ActorSetup:
         return derive_seed(*path, first) if first else derive_seed(*path)
 
     def describe(self, actor: int) -> str:
-        """Return the actor's name and environments for error messages."""
         seed = self.seed_of(actor)
         return f"actor {actor}, with {self.num_envs} environments {self.spec.env_id} (seeds from {seed}),"
 
@@ -233,7 +219,6 @@ class Failure:
 
     @classmethod
     def of(cls, actor: int, error: Exception) -> Failure:
-        """Describe an exception of an actor."""
         trace = "".join(traceback.format_exception(error))
         for kind in (EnvironmentFailure, ConfigurationError):
             if isinstance(error, kind):

@@ -45,11 +45,9 @@ class ActorStatus:
         self._since[actor] = time.monotonic() if is_busy else torch.inf
 
     def busy_for(self, actor: int) -> float:
-        """Return the seconds since the start of the rollout; 0 between rollouts."""
         return max(0.0, time.monotonic() - float(self._since[actor]))
 
     def stop(self) -> None:
-        """Make all actors abandon their rollouts."""
         self._stopped.fill_(True)
 
     def unless_stopped(self, act: Callable[..., PolicyOutput], *args: Any, **kwargs: Any) -> PolicyOutput:  # noqa: ANN401
@@ -66,10 +64,7 @@ class _Stopped(Exception):
 def run_actor(
     actor: int, setup: ActorSetup, module: nn.Module, weights: SharedWeights, status: ActorStatus, pipe: Connection
 ) -> None:
-    """Collect a rollout for each request of the learner; the main function of an actor process.
-
-    The `pipe` receives requests, True for each rollout and False at the end, and sends rollouts to the learner.
-    """
+    """Collect a rollout for each True in the `pipe`, and end with False; the main function of an actor process."""
     live_with_parent()
     torch.set_num_threads(1)
     seed_everything(setup.seed_of(actor) % 2**32, verbose=False)  # for environments that use global generators
@@ -114,10 +109,8 @@ class ProcessActors:
 
     Each process has environments and a copy of the policy, and `rollouts_ahead` requests for rollouts. If several
     rollouts are ready, the learner takes one from the actor that was served least recently. Each actor has a separate
-    pipe, so a killed process does not block the others.
-
-    Raises:
-        ConfigurationError: The policy cannot be sent to a process with this start method.
+    pipe, so a killed process does not block the others. A policy that cannot be sent with the start method raises a
+    `ConfigurationError`.
     """
 
     def __init__(self, options: ActorConfig, setup: ActorSetup, policy: nn.Module, version: int) -> None:
@@ -155,16 +148,13 @@ class ProcessActors:
                 self._request(actor)
 
     def _request(self, actor: int, another: bool = True) -> None:
-        """Request another rollout, or the end of the actor."""
         with contextlib.suppress(OSError):  # the process has ended; `_check_actors` raises
             self._pipes[actor].send(another)
 
     def publish(self, policy: nn.Module, version: int) -> None:
-        """Send a policy to the actors; see `RolloutSource`."""
         self._weights.publish(policy, version, self._check_actors)
 
     def next_rollout(self, while_waiting: Callable[[], None]) -> Rollout:
-        """Wait for a rollout; see `RolloutSource`."""
         while True:
             self._check_actors()
             received = self._receive()
@@ -209,7 +199,6 @@ class ProcessActors:
         atexit.unregister(self._at_exit)
 
     def _check_actors(self) -> None:
-        """Raise if an actor has ended or takes too long."""
         limit = self._options.timeout
         for index, process in enumerate(self._processes):
             if not process.is_alive():

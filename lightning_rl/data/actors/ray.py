@@ -81,7 +81,6 @@ class _Member:
     """What the learner knows about an actor.
 
     Attributes:
-        handle: Ray's handle.
         life: How often the actor was lost.
         where: Its process and machine; None until it has joined.
         since: Time of its last answer.
@@ -110,10 +109,7 @@ class RayActors:
 
     Ray places the actors, replaces those that die, and carries weights and rollouts through its object store. An actor
     that has joined has `rollouts_ahead` requests for rollouts. The rollout that an actor was collecting when it died is
-    not requested again.
-
-    Raises:
-        ConfigurationError: There is no such cluster, or the policy cannot be pickled.
+    not requested again. A missing cluster, or a policy that cannot be pickled, raises a `ConfigurationError`.
     """
 
     def __init__(self, options: ActorConfig, setup: ActorSetup, policy: nn.Module, version: int) -> None:
@@ -160,11 +156,9 @@ class RayActors:
             self._request_join(actor)
 
     def publish(self, policy: nn.Module, version: int) -> None:
-        """Send a policy to the actors; see `RolloutSource`."""
         self._weights = self._ray.put(gather_weights(policy).numpy()), version
 
     def next_rollout(self, while_waiting: Callable[[], None]) -> Rollout:
-        """Wait for a rollout; see `RolloutSource`."""
         try:
             while True:
                 ready, _ = self._ray.wait(list(self._requests), num_returns=1, timeout=POLL_SECONDS)
@@ -195,7 +189,6 @@ class RayActors:
         self._requests[member.handle.join.remote(self._policy)] = _Request(actor, member.life, joining=True)
 
     def _request_rollout(self, actor: int) -> None:
-        """Request a rollout with the newest weights."""
         member = self._members[actor]
         collect = member.handle.collect.options(max_task_retries=0)
         self._requests[collect.remote(member.requested, *self._weights)] = _Request(actor, member.life, joining=False)
@@ -247,7 +240,6 @@ class RayActors:
         self._request_join(actor)
 
     def _check_actors(self) -> None:
-        """Raise if an actor takes too long, or if no actor can be placed."""
         limit, now = self._options.timeout, time.monotonic()
         if not any(member.where for member in self._members) and now - self._nobody_since > limit:
             raise EnvironmentFailure(
@@ -265,11 +257,7 @@ class RayActors:
 
 
 def _connect(ray: Any, address: str | None) -> bool:  # noqa: ANN401 - a module
-    """Start a session with Ray unless there is one; return whether it was started.
-
-    Raises:
-        ConfigurationError: There is no cluster.
-    """
+    """Return whether a session with Ray had to be started; without a cluster raise a `ConfigurationError`."""
     if ray.is_initialized():
         return False
     handler = signal.getsignal(signal.SIGTERM)

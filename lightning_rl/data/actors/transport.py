@@ -39,7 +39,6 @@ class _Place:
 
 
 def _places(tensors: Sequence[Tensor]) -> tuple[list[_Place], int]:
-    """Return the place of each tensor in a block, and the size of the block."""
     places, end = [], 0
     for x in tensors:
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -50,18 +49,15 @@ def _places(tensors: Sequence[Tensor]) -> tuple[list[_Place], int]:
 
 @torch.no_grad()
 def _fill(block: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy tensors to their places in a block."""
     for place, x in zip(_places(tensors)[0], tensors, strict=True):
         place.view(block).copy_(x)
 
 
 @dataclass(frozen=True)
 class PackedRollout:
-    """A rollout whose tensors are in one block of bytes, which is faster to send.
+    """A rollout whose tensors are in one block of bytes, which is faster to send; a large block is in shared memory.
 
-    Attributes:
-        block: Bytes of all tensors; a large block is in shared memory.
-        rollout: The rollout with the place of each tensor instead of the tensor.
+    `rollout` has the place of each tensor instead of the tensor.
     """
 
     block: Tensor | bytearray
@@ -97,7 +93,7 @@ def _as_tensor(block: Tensor | bytearray) -> Tensor:
 class SharedWeights:
     """Parameters and buffers of a policy, and its version, in shared memory.
 
-    A lock prevents actors from reading half-written weights. Each side holds it for one copy of the weights.
+    A lock, held for one copy of the weights, prevents actors from reading half-written weights.
     """
 
     def __init__(self, policy: nn.Module, context: BaseContext) -> None:
@@ -108,10 +104,8 @@ class SharedWeights:
     def publish(self, policy: nn.Module, version: int, while_locked: Callable[[], None] = lambda: None) -> None:
         """Make the weights of a policy, on any device, the ones that actors use from their next rollout on.
 
-        While an actor holds the lock, `while_locked` is called twice a second, and its exceptions end the wait.
-
-        Raises:
-            EnvironmentFailure: An actor does not release the lock.
+        While an actor holds the lock, `while_locked` is called twice a second, and its exceptions end the wait. An
+        actor that does not release the lock raises an `EnvironmentFailure`.
         """
         # Before the lock is taken: copies from another device wait for its queue.
         weights = [x.detach().cpu() for x in _weights(policy)]
@@ -147,10 +141,7 @@ def gather_weights(policy: nn.Module) -> Tensor:
 
 
 def move_into_one_block(policy: nn.Module) -> Tensor:
-    """Make parameters and buffers of a policy on the CPU views of one block as of `gather_weights`; return the block.
-
-    Copying another block into this one changes all of them.
-    """
+    """Make parameters and buffers on the CPU views of one block as of `gather_weights`, and return the block."""
     weights, block = _weights(policy), gather_weights(policy)
     for place, x in zip(_places(weights)[0], weights, strict=True):
         x.data = place.view(block)

@@ -131,7 +131,6 @@ class MaskSource:
         return bits
 
     def everything(self, *leading: int) -> Nested:
-        """Return masks `[*leading, *shape]` that allow every choice."""
         return map_space(lambda leaf: np.ones((*leading, *(leaf.shape or ())), np.int8), self.mask_space)
 
     def observed(self, observation: Nested) -> tuple[Nested, Nested]:
@@ -140,7 +139,6 @@ class MaskSource:
         return masks, _replaced(observation, self.name, masks)
 
     def beside(self, observation: Nested, masks: Nested) -> Nested:
-        """Return an observation with masks added."""
         return {**observation, MASK: masks} if self._is_dict else {OBSERVATION: observation, MASK: masks}
 
     def complaint(self, component: str) -> str:
@@ -155,7 +153,6 @@ class MaskSource:
         self._shapes = {path: leaf.shape or () for path, leaf in space_leaves(mask_space).items()}
 
     def _find_in_observations(self) -> None:
-        """Replace the spaces of observed masks by `ActionMask`."""
         try:
             found = part_at(self.space, self.name)
         except (LookupError, TypeError, ValueError):
@@ -186,7 +183,6 @@ class MaskSource:
 
 
 def _replaced(observation: Nested, path: str, part: Nested) -> Nested:
-    """Return nested dicts with another part at `path`."""
     key, _, rest = path.partition(".")
     return {**observation, key: _replaced(observation[key], rest, part) if rest else part}
 
@@ -224,7 +220,6 @@ class ReadMasks(gymnasium.Wrapper[Any, Any, Any, Any]):
         return observation, reward, terminated, truncated, info
 
     def last_masks(self) -> Nested:
-        """Return the masks of the current observation."""
         return self.masks
 
     def _find(self, info: dict[str, Any]) -> Any:  # noqa: ANN401
@@ -282,7 +277,6 @@ class MaskedActions(VectorHistory):
         return self._source.beside(observations, map_leaves(np.copy, self.memory))
 
     def _take(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
-        """Read the masks of the environments in the mask `which`, `[B]`."""
         source = self._source
         if not which.any():
             return

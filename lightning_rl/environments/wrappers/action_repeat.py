@@ -115,7 +115,6 @@ def _repeat(
     action: Any,  # noqa: ANN401
     times: int,
 ) -> tuple[tuple[Any, list[float], bool, bool], list[dict[str, Any]]]:
-    """Take an action repeatedly; return observation, rewards, terminated and truncated, and every `info`."""
     rewards: list[float] = []
     infos: list[dict[str, Any]] = []
     over = False

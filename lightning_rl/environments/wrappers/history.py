@@ -82,7 +82,6 @@ class VectorHistory(VectorWrapper, ABC):
         return self.show(observations), rewards, terminated, truncated, infos
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history as tensors."""
         memory = map_leaves(lambda x: torch.from_numpy(x.copy()), self.memory)
         return {"memory": memory, "resets_next": torch.from_numpy(self._resets_next.copy())}
 

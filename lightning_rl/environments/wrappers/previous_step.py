@@ -76,7 +76,6 @@ class PreviousStep(VectorHistory):
 
 
 def _encoded_space(space: spaces.Space[Any]) -> spaces.Space[Any]:
-    """Return the space of encoded actions."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict({key: _encoded_space(part) for key, part in space.items()})
     if isinstance(space, spaces.Tuple):

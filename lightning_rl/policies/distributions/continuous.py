@@ -35,16 +35,13 @@ class Bounds:
 
     @property
     def any_finite(self) -> bool:
-        """Whether any component is bounded on any side."""
         return bool(np.isfinite(self.low).any() or np.isfinite(self.high).any())
 
     def from_unit(self, x: Tensor) -> Tensor:
-        """Map [-1, 1] to the bounds, shape `[..., a]`."""
         _, _, center, half_width = self._on(x)
         return center + half_width * x
 
     def outside(self, x: Tensor) -> Tensor:
-        """Return which components lie outside the bounds, shape `[..., a]`."""
         low, high, _, _ = self._on(x)
         return (x < low) | (x > high)
 
@@ -155,7 +152,6 @@ def _log_tanh_slope(u: Tensor) -> Tensor:
 
 @functools.lru_cache
 def _quadrature(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return nodes and weights for means over a standard normal distribution."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(_NUM_NODES)
     weights = weights / weights.sum()
     with torch.inference_mode(False):
@@ -313,7 +309,6 @@ def _check_choice(name: str, value: str, *choices: str) -> None:
 
 
 def _check_stds(low: float | None, high: float | None, initial: float | None, initial_log_std: float) -> float:
-    """Return the logarithm of the initial standard deviation."""
     for name, value in (("min_std", low), ("max_std", high), ("initial_std", initial)):
         if value is not None:
             check_number(f"action_distribution.{name}", value, above=0)

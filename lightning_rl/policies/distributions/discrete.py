@@ -97,7 +97,6 @@ class Bernoulli(Distribution):
         return (uniform < self.logits.sigmoid()).to(torch.int8)
 
     def mode(self) -> Tensor:
-        """Return 1 where its probability is above one half."""
         return (self.logits > 0).to(torch.int8)
 
     def log_prob(self, action: Tensor) -> Tensor:

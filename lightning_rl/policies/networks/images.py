@@ -47,13 +47,11 @@ class _ImageEncoder(nn.Module):
         self.out_features = out_features
 
     def _make_linear(self, layers: nn.Module) -> nn.Linear:
-        """Return the layer from the output of convolutional layers to the features."""
         with torch.no_grad():
             flat = layers(torch.zeros(1, self.channels, self.height, self.width)).shape[1]
         return orthogonal_linear(flat, self.out_features)
 
     def _to_features(self, layers: nn.Module, observations: Tensor) -> Tensor:
-        """Map images `[..., *shape]` through convolutional layers to features `[..., out_features]`."""
         dtype = self.linear.weight.dtype
         size = max(1, _PIXELS_AT_A_TIME // (self.channels * self.height * self.width))
         may_split = observations.dim() == 4 and observations.is_cpu and not _is_traced()
@@ -100,7 +98,6 @@ class NatureEncoder(_ImageEncoder):
         self.linear = self._make_linear(self.convolutions)
 
     def forward(self, observations: Tensor) -> Tensor:
-        """Map images `[..., *shape]` to features `[..., out_features]`."""
         return self._to_features(self.convolutions, observations)
 
 
@@ -138,5 +135,4 @@ class ImpalaEncoder(_ImageEncoder):
         self.linear = self._make_linear(self.stages)
 
     def forward(self, observations: Tensor) -> Tensor:
-        """Map images `[..., *shape]` to features `[..., out_features]`."""
         return self._to_features(self.stages, observations)

@@ -28,12 +28,9 @@ class _Kept(NamedTuple):
 
 
 class RolloutMemory(Replay):
-    """The latest rollouts `[T, B, ...]`, all of one layout.
+    """The latest rollouts `[T, B, ...]`, all of one layout; `capacity` is their maximum number.
 
     Each step has an address: rollout · T · B + t · B + b.
-
-    Args:
-        capacity: Number of rollouts.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -45,7 +42,6 @@ class RolloutMemory(Replay):
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no space for another rollout."""
         return len(self) >= self.capacity
 
     @property
@@ -71,8 +67,7 @@ class RolloutMemory(Replay):
     ) -> None:
         """Copy fields `[T, B, ...]` of one rollout into the memory; the other arguments are attributes of `Rollout`.
 
-        Raises:
-            ValueError: The memory is full, or the layout differs from the earlier rollouts.
+        A full memory, or another layout than that of earlier rollouts, raises a `ValueError`.
         """
         if self.is_full:
             raise ValueError(f"the memory holds {len(self)} rollouts already, expected fewer than {self.capacity}")
@@ -100,16 +95,14 @@ class RolloutMemory(Replay):
             map_leaves(put, self._kept[index].fields[name], values)
 
     def steps(self) -> Tensor:
-        """Return the addresses of all real steps, `[N]`."""
         valid = self._all_valid()
         return torch.arange(valid.numel())[valid.flatten()]
 
     def cut(self) -> tuple[Tensor, Sequences]:
         """Cut the rollouts into the sequences of a recurrent policy, or else into one for each environment.
 
-        Returns:
-            Addresses of the real steps in the order of sequences, and the sequences, whose `burn_in_observations` are
-            addresses too.
+        Return addresses of the real steps in the order of sequences, and the sequences, whose `burn_in_observations`
+        are addresses too.
         """
         length, num_envs = self.shape
         first_steps = torch.arange(len(self)).unsqueeze(1) * length * num_envs + torch.arange(num_envs)
@@ -123,7 +116,6 @@ class RolloutMemory(Replay):
         return addresses.flatten()[rows], sequences
 
     def _all_valid(self) -> Tensor:
-        """Return which steps are real, `[rollouts, T, B]`."""
         everything = torch.ones(self.shape, dtype=torch.bool)
         return torch.stack([everything if k.valid is None else k.valid for k in self._kept] or [everything])
 

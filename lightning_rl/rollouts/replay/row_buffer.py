@@ -13,14 +13,9 @@ from lightning_rl.rollouts.replay.base import Fields, Replay, num_bytes
 
 
 class UseLimitedBuffer(Replay):
-    """A ring buffer of rows, each of which is sampled a limited number of times.
+    """A ring buffer of `size` rows; a row that has been sampled `max_use` times is removed (None: never).
 
-    New rows overwrite the oldest. Batches are drawn uniformly without replacement. A row that has been sampled
-    `max_use` times is removed.
-
-    Args:
-        size: Number of rows.
-        max_use: Maximum number of samples of a row. None: no limit.
+    New rows overwrite the oldest. Batches are drawn uniformly without replacement.
     """
 
     def __init__(self, size: int, max_use: int | None = None) -> None:
@@ -85,8 +80,7 @@ class UseLimitedBuffer(Replay):
     def gather(self, places: Tensor) -> Fields:
         """Return copies of the rows in different places, `[N]`, and count a use of each.
 
-        Raises:
-            ValueError: A place is empty or repeated.
+        An empty or repeated place raises a `ValueError`.
         """
         if self._fields is None or (self._uses[places] < 0).any() or len(set(places.tolist())) < len(places):
             raise ValueError(f"expected different places that have a row, got {places.tolist()}")

@@ -31,12 +31,10 @@ class _Kept(NamedTuple):
 
 
 class UnrollMemory(Replay):
-    """Unrolls of single environments from earlier rollouts, up to a number of bytes.
+    """Unrolls of single environments from earlier rollouts, up to `max_bytes` for all tensors.
 
-    Args:
-        max_bytes: Maximum size of all tensors.
-        policy: Which unrolls are dropped: `fifo` drops the oldest; with `reservoir` each unroll ever appended is kept
-            with the same probability.
+    The `policy` `fifo` drops the oldest unrolls; with `reservoir` each unroll ever appended is kept with the same
+    probability.
     """
 
     def __init__(self, max_bytes: int, policy: ReplayPolicy = "reservoir") -> None:
@@ -68,8 +66,7 @@ class UnrollMemory(Replay):
     def append(self, rollout: Rollout, generator: torch.Generator | None = None, **per_step: Nested) -> None:
         """Copy the unroll of each environment, with further tensors `[T, B, ...]`, and drop unrolls that do not fit.
 
-        Raises:
-            ValueError: The layout differs from the earlier unrolls.
+        Another layout than that of earlier unrolls raises a `ValueError`.
         """
         if self.layout not in (None, layout := layout_of_unrolls(rollout)):
             raise ValueError(f"the unrolls have {layout}, expected {self.layout} like those before them")
@@ -144,7 +141,6 @@ def _columns(rollout: Rollout, per_step: Fields) -> list[Fields]:
 
 
 def _together(columns: Sequence[Fields]) -> tuple[Rollout, Fields]:
-    """Return unrolls side by side."""
     by_time = [{name: x for name, x in column.items() if name not in _OTHERS} for column in columns]
     fields = map_stacked(lambda xs: torch.stack(xs, 1), by_time)
     per_step: Fields = fields.pop("per_step")

@@ -43,8 +43,7 @@ def save_onnx(
 ) -> Callable[..., Nested]:
     """Write the program of a policy as an ONNX model; return the model in onnxruntime, to be called like `deployed`.
 
-    Raises:
-        ConfigurationError: ONNX has no counterpart of an operator, or onnxruntime rejects the model.
+    An operator without a counterpart in ONNX, or in onnxruntime, raises a `ConfigurationError`.
     """
     policy = deployed.policy
     dtype = next(policy.parameters()).dtype

@@ -147,7 +147,6 @@ def first_steps(observations: Nested) -> list[Nested]:
 def _steps(
     policy: nn.Module, observation_space: spaces.Space[Any], observations: Sequence[Nested] | None
 ) -> list[Nested]:
-    """Return the observations of some steps as tensors, without parts that only the critic sees."""
     if observations is None:
         return [example_observations(policy, observation_space, seed) for seed in range(_MAX_STEPS)]
     dtype, space = next(policy.parameters()).dtype, acting_space(policy, observation_space)

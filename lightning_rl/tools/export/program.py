@@ -37,11 +37,9 @@ class DeployedPolicy(nn.Module):
         self._to_environment = tensor_conversion(action_space, torch.device("cpu"))
 
     def forward(self, observations: Nested, memory: Nested | None = None) -> Nested:
-        """Return actions `[B, ...]` for the environment; with memory, a pair of actions and the next memory.
+        """Return actions `[B, ...]` for observations `[B, *shape]`; with memory, a pair of actions and the next memory.
 
-        Args:
-            observations: `[B, *shape]`, nested like the observation space.
-            memory: Recurrent state: zeros at the start of an episode, then the state that the last call returned.
+        The recurrent state is zeros at the start of an episode, then the state that the last call returned.
         """
         policy: Any = self.policy
         acting = {} if memory is None else {"memory": memory}
@@ -77,10 +75,7 @@ def export_program(
     """Return a policy as a `torch.export` program for any number of rows on the CPU.
 
     `torch.export.save` writes it. `torch.export.load(path).module()` is called like `DeployedPolicy` and only needs
-    PyTorch. Both spaces describe one environment, and `policy` is not changed.
-
-    Raises:
-        ConfigurationError: PyTorch cannot export the policy.
+    PyTorch. A policy that PyTorch cannot export raises a `ConfigurationError`.
     """
     deployed = deploy(policy, action_space, deterministic)
     inputs = example_inputs(deployed.policy, observation_space)
