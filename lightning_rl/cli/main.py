@@ -286,11 +286,7 @@ def _end_of(trainer: Trainer, max_time: object) -> str:
 
 
 def link_spaces(parser: LightningArgumentParser) -> None:
-    """Give the model the spaces of the data; call it in `add_arguments_to_parser` of a `LightningCLI`.
-
-    Args:
-        parser: The parser of a command, with or without the subclass modes of `LightningCLI`.
-    """
+    """Give the model the spaces of the data; call it in `add_arguments_to_parser` of a `LightningCLI`."""
     is_class = "model.observation_space" not in parser.get_defaults(skip_validation=True)
     model = "model.init_args" if is_class else "model"
     for space in ("observation_space", "action_space"):
@@ -302,10 +298,7 @@ def _rounded(score: torch.Tensor) -> str:
 
 
 def main(args: list[str] | None = None) -> OnPolicyCLI:
-    """Run the command line.
-
-    Args:
-        args: Arguments; None: the arguments of the process.
+    """Run the command line with arguments, by default of the process.
 
     Raises:
         SystemExit: After one message on the standard error, with status 2 for arguments that cannot be parsed, and 1

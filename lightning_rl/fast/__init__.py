@@ -1,6 +1,6 @@
-"""Fast updates and acting: closed forms and NumPy for small networks on the CPU, compiled programs for all others.
+"""Fast updates and acting, equal up to rounding; `debug.fast_paths: none` disables this folder.
 
-The package computes the same numbers, up to rounding, without this folder; `debug.fast_paths: none` disables it.
+Closed forms and NumPy for small networks on the CPU, compiled programs for all others.
 """
 
 from lightning_rl.fast.compiled import compiler_problem

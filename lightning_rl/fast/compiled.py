@@ -1,7 +1,6 @@
-"""Compiled losses of an algorithm.
+"""Compiled losses: PyTorch's compiler captures `loss(batch)` as a graph with guards on all Python values it reads.
 
-PyTorch's compiler captures `loss(batch)` as a graph, with guards on all Python values that the loss reads. Graph,
-gradient and optimizer step are compiled into one program. The guards are checked for the first minibatch of each
+Graph, gradient and optimizer step are compiled into one program. The guards are checked for the first minibatch of each
 rollout, and whenever the algorithm, the loss or the shapes changed.
 """
 
@@ -41,13 +40,7 @@ def compiler_problem(device: torch.device) -> str | None:
 
 
 class CompiledLoss:
-    """A loss with computed gradients instead of an autograd graph; otherwise like `Loss`.
-
-    Args:
-        outline: The parts of the loss.
-        parameters: Parameters that the loss depends on.
-        gradients: Gradient of each of these parameters.
-    """
+    """A loss with a computed gradient for each of the `parameters` it depends on, instead of an autograd graph."""
 
     def __init__(self, outline: Outline, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
         self._outline = outline
@@ -67,8 +60,6 @@ class Binding(NamedTuple):
     """A program that may run on further minibatches of a rollout without a check of the guards.
 
     Attributes:
-        graph: The graph whose guards passed.
-        program: The compiled program of the graph.
         inputs: Inputs of the graph; the inputs from the minibatch are replaced for each call.
         vectors: Vectors of the optimizers.
         groups: `Vectors.tensors()` of each of them.
@@ -86,11 +77,7 @@ class Binding(NamedTuple):
 
 
 class CompiledLosses:
-    """The compiled losses of an algorithm; lives as long as the run.
-
-    Args:
-        model: The algorithm.
-    """
+    """The compiled losses of an algorithm; lives as long as the run."""
 
     def __init__(self, model: Any) -> None:  # noqa: ANN401 - an algorithm, whose module imports this folder
         self._model = model
@@ -118,13 +105,7 @@ class CompiledLosses:
         self._binding = None
 
     def step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> StepResult | None:  # noqa: ANN401
-        """Take a whole step in one program; return None if there is no such program.
-
-        Args:
-            steps: The `GradientSteps` of the algorithm.
-            loss_of: The loss method of the algorithm.
-            batch: The minibatch.
-        """
+        """Take a whole step of `GradientSteps` in one program; return None if there is no such program."""
         key = self._key(loss_of)
         if world_size() > 1 or steps.rollback or key in self._failed or (key, steps.part) in self._apart:
             return None

@@ -32,12 +32,10 @@ _compiled: WeakKeyDictionary[LightningModule, CompiledLosses] = WeakKeyDictionar
 
 
 def closed_form(form: type[PPOLoss], reads: Sequence[str]) -> Callable[[_Loss], _Loss]:
-    """Mark a `loss(batch)` that also has a closed form; edit both together.
+    """Mark a `loss(batch)` whose loss and gradient `form` computes too; edit both together.
 
-    Args:
-        form: Computes the same loss with its gradient.
-        reads: Members that `loss` calls and `form` reimplements, and members that process the result. If a subclass or
-            instance overrides one of them, autograd computes the gradient.
+    `reads` are the members that `loss` calls and `form` reimplements, and members that process the result. If a
+    subclass or instance overrides one of them, autograd computes the gradient.
     """
 
     def mark(loss: _Loss) -> _Loss:
@@ -53,11 +51,7 @@ def step_progress(model: LightningModule) -> Any:  # noqa: ANN401
 
 
 class FastEngine:
-    """Computes gradients in closed form if possible, and skips Lightning's hooks in backward passes and steps.
-
-    Args:
-        closed_form: Closed form of the loss. None uses autograd.
-    """
+    """Computes gradients in closed form if there is one, and skips Lightning's hooks in backward passes and steps."""
 
     compiles_loss = False
 
@@ -109,11 +103,7 @@ class FastEngine:
 
 
 class CompiledEngine(FastEngine):
-    """Computes loss and gradient, and the step of `FlatAdam`, with compiled programs.
-
-    Args:
-        losses: The compiled losses of the algorithm.
-    """
+    """Computes loss and gradient, and the step of `FlatAdam`, with compiled programs."""
 
     compiles_loss = True
 
@@ -132,7 +122,6 @@ class CompiledEngine(FastEngine):
         return result
 
     def loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> Any:  # noqa: ANN401
-        """Return the loss over a minibatch, whose `total` is for `backward`."""
         self._known = self.losses.loss(loss_of, batch, part)
         return loss_of(batch) if self._known is None else self._known
 
@@ -153,11 +142,7 @@ class CompiledEngine(FastEngine):
 
 
 def engine_for(model: LightningModule) -> FastEngine | None:
-    """Return the engine for the next rollout, or None for plain PyTorch and Lightning; log changes.
-
-    Args:
-        model: An algorithm attached to a Trainer.
-    """
+    """Return the engine for the next rollout, or None for plain PyTorch and Lightning; log changes."""
     name = type(model).__name__
     engine: FastEngine | None = None
     if (reason := why_not(model)) is not None:

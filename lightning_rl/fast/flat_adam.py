@@ -45,12 +45,10 @@ class FlatAdam(Adam):
     _has_step_hooks = False
 
     def register_step_pre_hook(self, hook: Any) -> RemovableHandle:  # noqa: ANN401 - a type that is private to PyTorch
-        """Call a hook before each step."""
         self._has_step_hooks = True
         return super().register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> RemovableHandle:  # noqa: ANN401 - a type that is private to PyTorch
-        """Call a hook after each step."""
         self._has_step_hooks = True
         return super().register_step_post_hook(hook)
 
@@ -95,7 +93,6 @@ class FlatAdam(Adam):
             vectors.take_step(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients to None, or to zero."""
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
@@ -161,8 +158,6 @@ class Vectors:
     """Parameters, gradients and state of a parameter group as one vector each.
 
     Attributes:
-        group: The parameter group.
-        parameters: Parameters of the group.
         values: Vector of the parameters; `values.grad` is the vector of the gradients.
         exp_avg: Vector of the first moments.
         exp_avg_sq: Vector of the second moments.

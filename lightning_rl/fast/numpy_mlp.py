@@ -32,11 +32,7 @@ _ACTING = ("act", "prepare_observations", "_acting_features", "_encode_for_actor
 
 
 class NumpyMLP:
-    """Forward and backward pass, without autograd, of linear layers with tanh between them.
-
-    Args:
-        parameters: Weight and bias of each layer.
-    """
+    """Forward and backward pass, without autograd, of linear layers (weight and bias) with tanh between them."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.layers = list(zip(parameters[::2], parameters[1::2], strict=True))
@@ -75,9 +71,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 class Actor:
     """`ActorCritic.act` in NumPy; valid until the parameters or running statistics of the policy change.
 
-    Args:
-        policy: The policy.
-        parameters: Weight and bias of each layer from observations to the outputs of the actor.
+    `parameters` are weight and bias of each layer from observations to the outputs of the actor.
     """
 
     max_rows = 64

@@ -80,13 +80,8 @@ class KnownLoss:
 class PPOLoss:
     """`PPO.loss` and its gradient, computed with NumPy.
 
-    Supports the default options, and policies of two tanh MLPs with a categorical or Gaussian action; see `of`.
-
-    Args:
-        model: A `PPO`.
-        actor: Weight and bias of each layer up to the logits or the mean.
-        critic: Weight and bias of each layer up to the value.
-        shared: Logarithm of the standard deviation of a Gaussian policy; empty for a categorical policy.
+    Supports the default options, and policies of two tanh MLPs with a categorical or Gaussian action; see `of`. `actor`
+    and `critic` are weight and bias of each layer, `shared` the log standard deviation of a Gaussian policy.
     """
 
     max_rows = 8192
@@ -216,16 +211,7 @@ def _why_unsuited(parameters: Sequence[nn.Parameter]) -> str | None:
 
 
 class CategoricalRows:
-    """Log-probabilities and entropies of categorical distributions, with gradients.
-
-    Args:
-        actions: Actions taken, `[N]`.
-        logits: `[N, n]`.
-
-    Attributes:
-        log_prob: Log-probability of each action, `[N]`.
-        entropies: Sum of the entropies of all rows.
-    """
+    """Log-probabilities `[N]` and the sum of entropies of categorical distributions, from logits `[N, n]`."""
 
     def __init__(self, actions: NDArray[np.integer[Any]], logits: Array) -> None:
         # Transposed, because a sum over the few actions then adds a few long vectors.
@@ -244,9 +230,7 @@ class CategoricalRows:
     def gradients(self, log_prob: Array, entropy: float) -> tuple[Array, ...]:
         """Return the gradient of the logits, `[N, n]`: p (-g - e (log p + H)), plus g for the action taken.
 
-        Args:
-            log_prob: Gradient g of each log-probability, `[N]`.
-            entropy: Gradient e of the entropy of each row.
+        g is the gradient of each log-probability, `[N]`, and e the gradient of the entropy of each row.
         """
         if entropy:
             gradient = self._log_probs + self._entropies
@@ -260,16 +244,9 @@ class CategoricalRows:
 
 
 class GaussianRows:
-    """Log-densities and entropies of diagonal Gaussian distributions with one standard deviation for all rows.
+    """Log-densities `[N]` and the sum of entropies of diagonal Gaussian distributions, with gradients.
 
-    Args:
-        actions: Actions taken, `[N, a]`.
-        mean: `[N, a]`.
-        log_std: Logarithm of the standard deviation, `[a]`.
-
-    Attributes:
-        log_prob: Log-density of each action, `[N]`.
-        entropies: Sum of the entropies of all rows.
+    Actions and means are `[N, a]`; one `log_std` `[a]` holds for all rows.
     """
 
     def __init__(self, actions: Array, mean: Array, log_std: Array) -> None:

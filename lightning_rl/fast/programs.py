@@ -17,15 +17,7 @@ TOTAL_ABS_LOSS = "total_abs_loss"
 
 
 class Gradient:
-    """The gradient of a captured loss with respect to the parameters it depends on.
-
-    Args:
-        graph: The captured loss.
-        parameters: All parameters of the algorithm.
-
-    Attributes:
-        parameters: The parameters that the loss depends on.
-    """
+    """The gradient of a captured loss with respect to the `parameters` it depends on."""
 
     def __init__(self, graph: Graph, parameters: Sequence[nn.Parameter]) -> None:
         self._module, self._total = graph.module, graph.total
@@ -66,10 +58,7 @@ class Gradient:
 
 
 def compiled(function: Callable[..., Any], graph: Graph, device: torch.device) -> Callable[..., Any]:
-    """Return a compiled function without guards, because the capture of the graph has guards.
-
-    The first call must use the current inputs of the graph.
-    """
+    """Return a compiled function without guards, which the graph has; call it first with the graph's current inputs."""
     for k, dim in graph.dynamic_dims:
         torch._dynamo.mark_dynamic(graph.inputs[k], dim)  # documented by PyTorch despite the private module
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
@@ -80,15 +69,7 @@ def compiled(function: Callable[..., Any], graph: Graph, device: torch.device) -
 
 
 class GradientProgram:
-    """Computes loss and gradient of a minibatch in one program.
-
-    Args:
-        graph: A captured loss.
-        gradient: Gradient of the graph.
-
-    Attributes:
-        gradients: Gradients of the last call, in the order of `gradient.parameters`.
-    """
+    """Computes loss and gradient of a minibatch in one program; `gradients` belong to `gradient.parameters`."""
 
     def __init__(self, graph: Graph, gradient: Gradient) -> None:
         self.gradient = gradient
@@ -149,15 +130,8 @@ class StepResult(NamedTuple):
 class StepProgram:
     """Computes loss, gradient, clipping and the steps of `FlatAdam` for a minibatch in one program.
 
-    Args:
-        graph: A captured loss.
-        gradient: Gradient of the graph.
-        optimizers: Vectors of each optimizer; together they hold all parameters of the gradient.
-        max_norm: Maximum global gradient norm per optimizer. None disables clipping.
-        max_value: Maximum absolute value of a gradient entry. None disables clipping.
-
-    Attributes:
-        result: Result of the last call.
+    `optimizers` has the vectors of each optimizer; together they hold all parameters of the gradient. `max_norm` and
+    `max_value` are as in `OptimizerConfig`. `result` is the result of the last call.
     """
 
     result: StepResult
@@ -217,13 +191,7 @@ class StepProgram:
         self._program = compiled(program, graph, gradient.parameters[0].device)
 
     def __call__(self, inputs: Sequence[Tensor], groups: Sequence[Sequence[Tensor]], state: StepState) -> Sequence[Any]:
-        """Take a step, and return the outputs of the graph if the loss has side effects.
-
-        Args:
-            inputs: Inputs of the graph.
-            groups: `Vectors.tensors()` of each parameter group.
-            state: State before the step.
-        """
+        """Take a step from `state`, and return the outputs of the graph if the loss has side effects."""
         with torch.no_grad():
             values, after, outputs = self._program(groups, self._gradient.others(inputs), tuple(state))
         if self._graph.has_side_effects:
@@ -278,10 +246,7 @@ def _take_adam_step(
     weight_decay: float,
     maximize: bool,
 ) -> None:
-    """Take a step of Adam (Kingma and Ba 2015) if `condition`, a boolean scalar, is true.
-
-    `tensors` are those of `Vectors.tensors`; the arithmetic follows `torch.optim.Adam(fused=True)`.
-    """
+    """Take a step of Adam (Kingma and Ba 2015) as `torch.optim.Adam(fused=True)` does, if `condition` is true."""
     values, kept, exp_avg, exp_avg_sq, steps, rate = tensors
     kept.copy_(gradient)
     if maximize:
