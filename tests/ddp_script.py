@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from lightning_rl import CLEAR, PPG, VMPO, OffPolicyPPG
+from lightning_rl import CLEAR, PPG, PPO, VMPO, OffPolicyPPG
 from lightning_rl.distributed import gather_on_rank_zero
 from tests.helpers import (
     DISCRETE,
@@ -24,6 +24,7 @@ from tests.helpers import (
     make_trainer,
     merged,
     parameters_of,
+    precision_options,
     random_rollout,
 )
 from tests.recorded import NORMALIZED, fixed_model, learn_as_rank
@@ -161,6 +162,26 @@ def learn_duals(rank: int, **trainer_options: Any) -> dict[str, torch.Tensor]:
     return parameters_of(model)
 
 
+def overflow_float16(rank: int, folder: Path) -> dict[str, Any]:
+    """16-mixed: scaled gradients overflow on the second rank alone; then its loss is not finite."""
+    torch.manual_seed(0)
+    model, recorder = PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}), Recorder()
+    rollouts = [random_rollout(model.policy, seed=10 * rank + index) for index in range(3)]
+    if rank == 1:
+        rollouts[0].rewards[0, 0] = 1e4
+        rollouts[2].rewards[0, 0] = float("nan")
+    options = precision_options("16-mixed", init_scale=2.0**12)
+    trainer = make_trainer(callbacks=[recorder], default_root_dir=folder, **options, **DDP)
+    error = None
+    try:
+        trainer.fit(model, FixedRollouts(rollouts, model))
+    except FloatingPointError as raised:
+        error = str(raised)
+    scale = trainer.precision_plugin.scaler.get_scale()
+    skipped = recorder.column("skipped_steps")
+    return {"parameters": parameters_of(model), "scale": scale, "skipped": skipped, "error": error}
+
+
 def gather(rank: int) -> dict[str, Any]:
     """What the first rank writes of both, told by the group of all ranks and, as beside NCCL, by another."""
     told = [gather_on_rank_zero({"rank": rank})]
@@ -180,6 +201,7 @@ def main(folder: Path) -> None:
     failed = fail_on_one_rank(rank, folder)
     left: dict[str, Any] = {"failed": failed, "restarts": count_restarts(rank), "phases": train_in_phases()}
     left["gathered"] = gather(rank)
+    left["float16"] = overflow_float16(rank, folder)
     left["duals"] = learn_duals(rank, **DDP)
     left["replays"] = {str(num_actors): train_with_replay(num_actors) for num_actors in (0, 1)}
     torch.save({"ran": ran, "learned": learned, "combined": combined, **left}, folder / f"rank_{rank}.pt")

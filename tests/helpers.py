@@ -12,6 +12,7 @@ import torch
 from gymnasium import spaces
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
@@ -75,6 +76,13 @@ def make_trainer(**options: Any) -> Trainer:
         "max_epochs": 1,
     }
     return Trainer(**quiet | options)
+
+
+def precision_options(precision: str, **scaler: Any) -> dict[str, Any]:
+    """Options of a CPU Trainer for a precision; Lightning replaces 16-mixed by bf16-mixed unless given as a plugin."""
+    if precision != "16-mixed":
+        return {"precision": precision}
+    return {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **scaler))}
 
 
 def make_data(env_id: str = "CartPole-v1", **options: Any) -> RolloutDataModule:

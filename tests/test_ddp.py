@@ -187,6 +187,17 @@ def test_a_rank_without_steps_leaves_duals_and_policy_to_the_others(ranks):
         torch.testing.assert_close(rank["duals"], alone, rtol=0, atol=1e-12)
 
 
+def test_ranks_skip_the_same_steps_in_16_mixed_and_fail_together(ranks):
+    first, second = (rank["float16"] for rank in ranks)
+    assert same(first["parameters"], second["parameters"])
+    assert first["scale"] == second["scale"] < 2**12
+    assert first["skipped"] == second["skipped"]
+    assert 0 < first["skipped"][0] < 1 and first["skipped"][1] < 1
+    assert first["error"] == second["error"] and "is nan in the update from rollout 2" in first["error"]
+    path = re.search(r"load\('(.*)'\)", first["error"])[1]
+    assert math.isnan(FailedUpdate.load(path).replay()["policy_loss"])
+
+
 def test_restarts_of_all_ranks_since_the_last_log_are_counted(ranks):
     assert [rank["restarts"] for rank in ranks] == [[4, 4], []]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointFailure
@@ -39,10 +40,10 @@ class FailedUpdate:
     def __init__(self, content: Mapping[str, Any]) -> None:
         algorithm = import_class("algorithm", content["algorithm"], LightningModule)
         self.module: Any = algorithm(**constructor_options(algorithm, content["hyper_parameters"]))
-        # The Trainer provides the precision; it fits nothing.
-        self._trainer = Trainer(
-            accelerator="cpu", precision=content["precision"], logger=False, enable_checkpointing=False, barebones=True
-        )
+        # The Trainer provides the precision; it fits nothing. On a CPU it would replace 16-mixed by bf16-mixed.
+        half = content["precision"] == "16-mixed"
+        chosen = {"plugins": MixedPrecision("16-mixed", "cpu")} if half else {"precision": content["precision"]}
+        self._trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True, **chosen)
         self._trainer.precision_plugin.convert_module(self.module)
         self.module.load_state_dict(content["state_dict"])
         self.module.trainer = self._trainer

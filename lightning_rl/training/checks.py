@@ -235,10 +235,11 @@ def check_spaces(model: Any, data: object) -> None:  # noqa: ANN401 - an algorit
 def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:  # noqa: ANN401
     """Check that a Trainer can train an algorithm on rollouts of shape `(T, B)` per rank; None: unknown shape."""
     refuse_tuners(trainer)
-    # float16 needs loss scaling, which hides gradient norms. XLA would cast the learner's policy, not the acting copy.
+    # XLA would cast the policy of the learner, but not the copy that acts.
     on_xla = "xla" in (model.device.type, trainer.strategy.root_device.type)
-    precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
-    check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
+    precisions = ("32-true",) if on_xla else ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
+    reason = ": in float16, the squares that Adam averages become 0" if trainer.precision == "16-true" else ""
+    check(trainer.precision in precisions, "precision", trainer.precision, f"one of {', '.join(precisions)}{reason}")
     check_modes_agree(model.policy)
     if (memory := getattr(model.policy, "memory", None)) is not None:
         expected = "None on XLA, which would compile for every way in which episodes can end in a rollout"

@@ -17,6 +17,7 @@ from tests.helpers import (
     make_trainer,
     merged,
     parameters_of,
+    precision_options,
     random_rollout,
 )
 
@@ -91,6 +92,18 @@ def test_non_finite_minibatch_does_not_change_weights(spoil, named, check_numeri
     assert [float(state["step"]) for state in model.optimizers().state.values()] == model.optimizer_steps == [2.0] * 8
     assert model.policy.observation_normalizer.moments.count == model.reward_normalizer.moments.count == 0
     assert (model.env_steps, model.policy_version) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named", "init_scale"),
+    [("return", "value_loss is inf", 2**10), ("loss", "loss is inf", 2**10), ("gradient", "grad_norm is (nan|inf)", 1)],
+)
+def test_a_loss_or_an_unscaled_gradient_that_is_not_finite_is_an_error_in_16_mixed(spoil, named, init_scale):
+    """Only an overflow of a scaled gradient is none; see tests/test_precision.py."""
+    model = make(spoil)
+    with pytest.raises(FloatingPointError, match=f"^{named} in the update from rollout 0"):
+        make_trainer(**precision_options("16-mixed", init_scale=init_scale)).fit(model, rollouts(model))
+    assert_equal_parameters(model, model.snapshot)
 
 
 @pytest.mark.parametrize("check_numerics", [False, True])
