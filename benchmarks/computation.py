@@ -16,7 +16,7 @@ from record import ROOT
 # Code that a run only starts, shows, logs or exports with, by the name of a file or folder.
 NOT_COMPUTING = {
     *("__init__", "__main__", "__about__", "cli", "callbacks", "tools"),
-    *("bottleneck", "observing", "warning_filters"),
+    *("observing", "warning_filters"),
 }
 
 

@@ -29,7 +29,6 @@ from lightning_rl.checkpointing.format import (
 from lightning_rl.checkpointing.interruption import InterruptionGuard
 from lightning_rl.checkpointing.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.checkpointing.warm_start import WarmStart, warm_start
-from lightning_rl.data.bottleneck import BottleneckHint
 from lightning_rl.distributed import world_size
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.files import check_intact, read_data
@@ -584,7 +583,7 @@ class OnPolicyAlgorithm(LightningModule):
             refuse_automatic_optimization(self.trainer)
         present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         clips_actions = any(isinstance(leaf, spaces.Box) for leaf in space_leaves(self.action_space).values())
-        wanted: list[type[Callback]] = [BottleneckHint, *([SaturationCheck] if clips_actions else [])]
+        wanted: list[type[Callback]] = [SaturationCheck] if clips_actions else []
         # The guard comes after `StepMetric`: it may save a checkpoint, whose name contains `step`.
         wanted += [StepMetric, InterruptionGuard]
         wanted += [HistogramLogger] if self.options["debug.histograms"] else []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
@@ -33,6 +35,7 @@ from lightning_rl.environments import (
     check_filmable,
     spaces_of,
 )
+from lightning_rl.environments.registry import find_spec
 from lightning_rl.environments.seeding import EVALUATION, FILMING, TESTING
 from lightning_rl.files import read_data
 from lightning_rl.options import changed, default_groups, flat, refuse_unknown_options
@@ -53,6 +56,7 @@ from lightning_rl.validation import (
 )
 
 T = TypeVar("T")
+_SECONDS_BEFORE_HINT = 60.0
 # What a resumed run does with another value of an option.
 _EFFECTS = {
     "num_envs": "; environments in the checkpoint are restored",
@@ -149,6 +153,9 @@ class RolloutDataModule(LightningDataModule):
         self._rollouts = 0
         self._missing_infos = set(self.info_keys)
         self._warned_of_failure = False
+        self._timed_since: float | None = None
+        self._env_seconds = 0.0
+        self._suggested = False
 
     @classmethod
     def load_from_checkpoint(
@@ -230,6 +237,7 @@ class RolloutDataModule(LightningDataModule):
 
     def train_dataloader(self) -> OnDemandLoader[Rollout]:
         self._collected_version = None  # a rollout that an earlier fit did not learn from is dropped
+        self._timed_since, self._env_seconds, self._suggested = None, 0.0, False
         return self._loader(self.collect, self.rollouts_per_epoch)
 
     def val_dataloader(self) -> OnDemandLoader[list[Episode]]:
@@ -326,6 +334,7 @@ class RolloutDataModule(LightningDataModule):
             rollout = self._collect()
         self._warn_of_missing_infos(rollout)
         self._warn_of_failures(rollout.failures or ())
+        self._suggest_faster_settings(rollout)
         return rollout
 
     def _collect(self) -> Rollout:
@@ -396,6 +405,41 @@ class RolloutDataModule(LightningDataModule):
                 "(env.on_failure='restart'); rollout/env_restarts counts them",
                 stacklevel=2,
             )
+
+    def _suggest_faster_settings(self, rollout: Rollout) -> None:
+        """Log one hint if environments take most of the first minute after the first rollout."""
+        seconds = rollout.parts_of_seconds.get("env")
+        if self._suggested or seconds is None or rollout.actor is not None:
+            return
+        now = time.perf_counter()
+        if self._timed_since is None:  # the first rollout includes the start of the environments
+            self._timed_since = now
+            return
+        self._env_seconds += seconds
+        elapsed = now - self._timed_since
+        if elapsed < _SECONDS_BEFORE_HINT:
+            return
+        self._suggested = True
+        if (share := self._env_seconds / elapsed) > 0.5:
+            rank_zero_info(
+                f"environments take {share:.0%} of the time (time/env_seconds), with backend={self.spec.backend!r} and "
+                f"num_envs={self.num_envs}; to try: {'; '.join(self._faster_settings())}"
+            )
+
+    def _faster_settings(self) -> Iterator[str]:
+        backend, cores = self.spec.backend, os.cpu_count() or 1
+        if backend in ("sync", "async"):
+            if getattr(find_spec(self.spec.env_id), "vector_entry_point", None) is not None:
+                yield "backend='native', which this environment has"
+            yield "backend='envpool', if EnvPool has this environment"
+        if backend == "sync" and cores > 1:
+            yield f"backend='async', a process for each environment, on {cores} cores"
+        if backend == "async" and self.num_envs > 2 * cores:
+            yield f"fewer environments: their processes share {cores} cores"
+        if backend in ("native", "envpool", "torch"):
+            yield "a larger num_envs with a shorter rollout_length, since environments step together"
+        if cores > 1 and backend not in ("async", "torch"):
+            yield "actors.count, with an algorithm that corrects for older policies"
 
     @contextlib.contextmanager
     def _rank_named(self) -> Iterator[None]:

@@ -5,26 +5,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_rl.data import bottleneck
-from lightning_rl.data.bottleneck import BottleneckHint
-from lightning_rl.environments import EnvironmentSpec
+from lightning_rl import RolloutDataModule
 
 
 @pytest.fixture
 def hints(monkeypatch, caplog):
     """A function that returns the hint after each rollout, None where there was none."""
-    monkeypatch.setattr(bottleneck.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
 
     def run(env_seconds, between=10.0, backend="sync", num_envs=8):
-        data = SimpleNamespace(spec=EnvironmentSpec("CartPole-v1", backend=backend), num_envs=num_envs)
-        trainer, hint, found = SimpleNamespace(datamodule=data), BottleneckHint(), []
-        hint.on_fit_start(trainer, None)
+        data, found = RolloutDataModule("CartPole-v1", num_envs, backend=backend), []
+        data.train_dataloader()
         for index, seconds in enumerate(env_seconds):
-            monkeypatch.setattr(bottleneck.time, "perf_counter", lambda index=index: between * index)
-            with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+            rollout = SimpleNamespace(parts_of_seconds={"env": seconds}, actor=None, failures=None)
+            monkeypatch.setattr(data, "_collect", lambda rollout=rollout: rollout)
+            with monkeypatch.context() as clock, caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+                clock.setattr("time.perf_counter", lambda index=index: between * index)
                 caplog.clear()
-                batch = SimpleNamespace(parts_of_seconds={"env": seconds}, actor=None)
-                hint.on_train_batch_start(trainer, None, batch, index)
+                data.collect()
             found.append(caplog.messages[0] if caplog.messages else None)
         return found
 
