@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any, get_args
 
 import torch
@@ -19,7 +18,7 @@ from lightning_rl.rollouts.replay import ReplayPolicy, UnrollMemory, drop_unless
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.loss import Loss
-from lightning_rl.training.minibatches import Unroll, example_unroll, unroll
+from lightning_rl.training.minibatches import Unroll, check_room_for_unroll, unroll
 from lightning_rl.validation import check, check_bool, check_number, is_one_of
 
 
@@ -73,20 +72,7 @@ class CLEAR(IMPALA):
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         super().check_run(trainer, rollout_shape)
         if rollout_shape is not None:
-            needed = self.most_bytes_of_unroll(rollout_shape[0])
-            expected = f"at least {needed / 2**30:.3g}: the unroll of one environment takes up to {needed} bytes"
-            check(self.kept.max_bytes >= needed, "replay_memory_gib", self.options["replay_memory_gib"], expected)
-
-    @torch.no_grad()
-    def most_bytes_of_unroll(self, length: int) -> int:
-        """Return the largest size of a stored unroll of `length` steps, in bytes: every step is truncated."""
-        rollout = example_unroll(self.policy, self.observation_space, length)
-        distribution, _ = self.actor_critic(rollout.flatten())
-        actions, parameters = map_leaves(lambda x: x.unsqueeze(1), (distribution.mode(), distribution.parameters()))
-        rollout.actions = actions
-        memory = UnrollMemory(sys.maxsize)
-        memory.append(rollout, torch.Generator(), old_distribution=parameters)
-        return memory.num_bytes
+            check_room_for_unroll(self, self.kept, rollout_shape[0], with_distributions=True)
 
     def update(self, rollout: Rollout) -> None:
         steps = self.batch(rollout)
@@ -101,8 +87,7 @@ class CLEAR(IMPALA):
 
     def draw(self, num_new: int) -> Tensor:
         """Return random indices of stored unrolls to replay beside `num_new` new unrolls."""
-        count = max(1, round(self.replay_ratio * num_new))
-        return torch.randint(len(self.kept), (count,), generator=self.generator)
+        return self.kept.draw(self.replay_ratio * num_new, self.generator)
 
     def loss(self, batch: Unroll) -> Loss:
         """Return the loss over new and replayed steps, with the cloning terms of section 3 for the replayed steps."""

@@ -6,22 +6,29 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.environments.wrappers.rewards import RewardClip
-from lightning_rl.policies.values import on_rows
+from lightning_rl.policies.values import on_rows, with_recomputed_values
 from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.replay import UnrollMemory, drop_unless_alike, layout_of_unrolls
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.advantages import AdvantageEstimator
 from lightning_rl.training.config import OPTIONS_OF_PASSES
 from lightning_rl.training.loss import Loss
-from lightning_rl.training.minibatches import Reduction, reduction_scale, unroll
-from lightning_rl.training.parameter_groups import ActorOrCritic, check_critic, parameters_of_policy
+from lightning_rl.training.minibatches import Reduction, check_room_for_unroll, reduction_scale, unroll
+from lightning_rl.training.parameter_groups import (
+    ActorOrCritic,
+    check_critic,
+    parameters_of_other_half,
+    parameters_of_policy,
+)
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import check, check_positive_int, is_one_of
+from lightning_rl.validation import check, check_number, check_positive_int, is_one_of
 
 
 class ReturnEstimator(AdvantageEstimator):
@@ -52,13 +59,19 @@ class ReturnEstimator(AdvantageEstimator):
 class CriticPretraining(OnPolicyAlgorithm):
     """Learn the value of a policy that does not change, usually one loaded by `init_from`.
 
-    Any algorithm can start from its checkpoint by `init_from`. The policy must have parameters of the critic alone.
+    Any algorithm can start from its checkpoint by `init_from`. The policy must have parameters of the critic alone,
+    unless `trains` is `network`.
 
     Args:
         target: `discounted_return`: discounted rewards to the end of the episode or rollout plus the value of the
             observation reached there, without off-policy correction. `vtrace`: V-trace targets, which correct for
             another acting policy.
         vtrace_lambda: λ of V-trace, 0 to 1. May be a schedule.
+        trains: `critic` trains the critic's own parameters, so that actions do not change. `network` trains all
+            parameters of the value, also an encoder that actor and critic share, which changes the policy.
+        replay_ratio: Number of replayed unrolls per new unroll, as in `CLEAR`. Only `vtrace` corrects for the policy
+            that collected them. 0 disables replay.
+        replay_memory_gib: Maximum memory of stored unrolls, in GiB on each rank; a full memory drops random ones.
         num_epochs: Passes over each rollout.
         num_minibatches: Minibatches of each pass.
         reduction: Take the `mean` of losses over steps, or their `sum`.
@@ -68,8 +81,9 @@ class CriticPretraining(OnPolicyAlgorithm):
     """
 
     without_effect: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(OPTIONS_OF_PASSES, "only the value is learned"),
-        **dict.fromkeys(("optimizer.l2.policy", "optimizer.l2.shared"), "only the critic's own parameters are learned"),
+        **dict.fromkeys(
+            (*OPTIONS_OF_PASSES, "optimizer.l2.policy", "optimizer.l2.shared"), "only the value is learned"
+        ),
         **dict.fromkeys(("advantages.estimator", "advantages.value_target"), "target decides what is learned"),
         "advantages.normalize": "advantages are not used",
     }
@@ -82,6 +96,9 @@ class CriticPretraining(OnPolicyAlgorithm):
         *,
         target: Literal["discounted_return", "vtrace"] = "discounted_return",
         vtrace_lambda: Scheduled = 1.0,
+        trains: Literal["critic", "network"] = "critic",
+        replay_ratio: float = 0.0,
+        replay_memory_gib: float = 1.0,
         num_epochs: int = 4,
         num_minibatches: int = 4,
         learning_rate: Scheduled = 1e-3,
@@ -96,7 +113,17 @@ class CriticPretraining(OnPolicyAlgorithm):
         check(is_one_of(target, ("discounted_return", "vtrace")), "target", target, "discounted_return or vtrace")
         if target != "vtrace":
             check(vtrace_lambda == 1, "vtrace_lambda", vtrace_lambda, "1 unless target is vtrace")
-        check_critic(self.policy, "model", type(self).__name__)
+        check(is_one_of(trains, ("critic", "network")), "trains", trains, "critic or network")
+        self.trains = trains
+        if trains == "critic":
+            check_critic(self.policy, "model", type(self).__name__)
+        self.replay_ratio = check_number("replay_ratio", replay_ratio, at_least=0)
+        check_number("replay_memory_gib", replay_memory_gib, above=0)
+        self.kept = UnrollMemory(int(replay_memory_gib * 2**30))
+        if replay_ratio:
+            self.replays["unrolls"] = self.kept
+        else:
+            check(replay_memory_gib == 1, "replay_memory_gib", replay_memory_gib, "1.0 unless replay_ratio is above 0")
         self.metrics.prefix = "critic_pretraining"
         self.reduction = reduction
         self.estimator.target = target
@@ -107,19 +134,42 @@ class CriticPretraining(OnPolicyAlgorithm):
         self.num_minibatches = check_positive_int("num_minibatches", num_minibatches)
 
     def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
-        return parameters_of_policy(self.policy)
+        own = self.trains == "network"
+        return parameters_of_other_half(self.policy, "critic") if own else parameters_of_policy(self.policy)
+
+    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
+        super().check_run(trainer, rollout_shape)
+        if self.replay_ratio and rollout_shape is not None:
+            check_room_for_unroll(self, self.kept, rollout_shape[0], with_distributions=False)
 
     def make_estimator(self, **options: Any) -> ReturnEstimator:  # noqa: ANN401 - options of the estimator
         return ReturnEstimator(self.policy, self.normalizers, **options)
 
     def update(self, rollout: Rollout) -> None:
-        for minibatch in self.minibatches(self.batch(rollout), self.num_epochs, self.num_minibatches):
+        batch = self.batch(rollout)
+        if self.replay_ratio:
+            batch = self.with_replay(rollout, batch)
+        for minibatch in self.minibatches(batch, self.num_epochs, self.num_minibatches):
             self.descend(self.loss, minibatch)
+        if self.replay_ratio:
+            self.kept.append(rollout, self.generator)
+
+    def with_replay(self, rollout: Rollout, batch: Batch) -> Batch:
+        """Return a batch of the steps of a rollout and of stored unrolls, or `batch` while none are stored."""
+        drop_unless_alike(self.kept, layout_of_unrolls(rollout), "replay")
+        if not len(self.kept):
+            return batch
+        num_new = rollout.shape[1]
+        both = self.kept.beside(rollout, self.kept.draw(self.replay_ratio * num_new, self.generator))
+        both = with_recomputed_values(self.policy, both.to(self.device))
+        is_new = (torch.arange(both.shape[1], device=self.device) < num_new).expand(both.shape)
+        return self.estimator.batch(both, self.checked_weights(both), is_new=is_new)
 
     def loss(self, batch: Batch) -> Loss:
         distribution, values = self.actor_critic(batch)
         loss = self.new_loss(batch)
         loss.scale = reduction_scale(self.reduction, batch)
-        loss.watch_ratios(distribution.log_prob(batch.actions) - batch.log_probs)
+        log_ratios = distribution.log_prob(batch.actions) - batch.log_probs
+        loss.watch_ratios(log_ratios.where(batch.is_new, 0) if "is_new" in batch.fields else log_ratios)
         loss.add_value(values)
         return loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -13,9 +14,11 @@ from lightning_rl.distributed import world_size
 from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.policies.interface import as_recurrent
 from lightning_rl.rollouts.batch import Batch, on_grid, set_common_weight
+from lightning_rl.rollouts.replay import UnrollMemory
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.spaces import sampled_observations
+from lightning_rl.validation import check
 
 
 class BatchPair(NamedTuple):
@@ -117,6 +120,20 @@ def example_unroll(policy: nn.Module, observation_space: spaces.Space[Any], leng
         rollout.memory = map_leaves(lambda x: x.expand(num_states, *x.shape), recurrent.initial_memory(1))
         rollout.burn_in = recurrent.memory.burn_in
     return rollout
+
+
+@torch.no_grad()
+def check_room_for_unroll(model: Any, memory: UnrollMemory, length: int, with_distributions: bool) -> None:  # noqa: ANN401
+    """Check that an algorithm's memory has room for an unroll of `length` steps, all of which are truncated."""
+    rollout = example_unroll(model.policy, model.observation_space, length)
+    distribution, _ = model.actor_critic(rollout.flatten())
+    actions, parameters = map_leaves(lambda x: x.unsqueeze(1), (distribution.mode(), distribution.parameters()))
+    rollout.actions = actions
+    example = UnrollMemory(sys.maxsize)
+    example.append(rollout, torch.Generator(), **({"old_distribution": parameters} if with_distributions else {}))
+    needed = example.num_bytes
+    expected = f"at least {needed / 2**30:.3g}: the unroll of one environment takes up to {needed} bytes"
+    check(memory.max_bytes >= needed, "replay_memory_gib", model.options["replay_memory_gib"], expected)
 
 
 Minibatch = Batch | BatchPair | Unroll

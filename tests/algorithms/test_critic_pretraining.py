@@ -46,10 +46,11 @@ class StepAlone(gymnasium.ObservationWrapper[Any, Any, Any]):
         return observation[1:]
 
 
+@pytest.mark.parametrize("trains", ["critic", "network"])
 @pytest.mark.parametrize("name", AS_IT_IS["critic"])
-def test_loss_and_gradient_match_the_reference_in_float64(name: str) -> None:
+def test_loss_and_gradient_match_the_reference_in_float64(name: str, trains: str) -> None:
     case, expected = AS_IT_IS["critic"][name], RIGHT[f"critic_{name}"]
-    model = make_of_table(case, CriticPretraining, num_epochs=1, num_minibatches=1)
+    model = make_of_table(case, CriticPretraining, num_epochs=1, num_minibatches=1, trains=trains)
     heads = [*model.policy.logits]
     rollout = rollout_of(slice(None), heads)
     rollout.policy_version = 0
@@ -70,6 +71,49 @@ def test_loss_and_gradient_match_the_reference_in_float64(name: str) -> None:
         assert logits.grad is None and torch.equal(logits, before[f"policy.logits.{head}"])
 
 
+@pytest.mark.parametrize("name", AS_IT_IS["critic"])
+def test_replay_matches_the_reference_in_float64(name: str) -> None:
+    """The replayed columns are the first ones; targets of all columns come from the current values."""
+    case, expected = AS_IT_IS["critic"][name], RIGHT[f"critic_{name}"]
+    num_replayed = case["kwargs"]["batch_size_from_replay"]
+    options = {"num_epochs": 1, "num_minibatches": 1, "trains": "network", "replay_ratio": 1.0}
+    model = make_of_table(case, CriticPretraining, **options)
+    heads = [*model.policy.logits]
+    model.kept.append(rollout_of(slice(num_replayed), heads), model.generator)
+    model.kept.draw = lambda count, generator: torch.arange(num_replayed)
+    new = rollout_of(slice(num_replayed, None), heads)
+    new.policy_version = 0
+    recorded = learn_once(model, new)
+    assert recorded["loss"] == pytest.approx(expected["loss"], rel=1e-7)
+    factor = min(1.0, case["kwargs"]["clip_grad_norm"] / recorded["grad_norm"])
+    gradient = model.policy.value_table.grad.view(LENGTH + 1, NUM_ENVS)
+    torch.testing.assert_close(gradient, factor * double(expected["grad_baseline"]), rtol=1e-6, atol=1e-6)
+    assert model.kept.numbers == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("memory", [None, "gru"])
+def test_replayed_unrolls_are_learned_beside_the_rollout(memory: str | None) -> None:
+    """Twice as many unrolls, whose importance ratios are not checked: an earlier policy has acted."""
+    policy = {"shared_encoder": True, "memory": memory and {"kind": memory, "hidden_size": 4}}
+    options = {"num_epochs": 1, "num_minibatches": 1, "replay_ratio": 2.0, "trains": "network"}
+    torch.manual_seed(0)
+    data = make_data("CartPole-v1", rollout_length=8, rollouts_per_epoch=3)
+    model = CriticPretraining(data.observation_space, data.action_space, policy=policy, learning_rate=0.1, **options)
+    sizes: list[tuple[int, int]] = []
+    loss = model.loss
+
+    def watched(batch: Any) -> Any:
+        is_new = batch.fields.get("is_new", torch.ones(len(batch)))
+        sizes.append((len(batch), int(is_new.sum())))
+        return loss(batch)
+
+    model.loss = watched
+    recorder = Recorder()
+    make_trainer(callbacks=[recorder]).fit(model, data)
+    assert sizes == [(16, 16), (48, 16), (48, 16)] and len(model.kept) == 6
+    assert max(recorder.column("first_ratio_error")) < 1e-5
+
+
 def changed(before: dict[str, Any], model: Any) -> set[str]:
     return {name for name, parameter in parameters_of(model).items() if not torch.equal(parameter, before[name])}
 
@@ -80,6 +124,25 @@ def test_critic_pretraining_changes_no_parameter_of_the_policy(shared):
     before = parameters_of(model)
     learn(model, [random_rollout(model.policy, off_policy=0.0) for _ in range(2)])
     assert changed(before, model) == {name for name in before if name.startswith(CRITICS)}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_training_the_network_includes_a_shared_encoder(shared):
+    """The gradient is the one of the value loss."""
+    options = {"num_epochs": 1, "num_minibatches": 1, "optimizer": {"max_grad_norm": None}}
+    model = make(CriticPretraining, policy={"shared_encoder": shared}, trains="network", **options)
+    rollout = random_rollout(model.policy, off_policy=0.0)
+    _, returns = model.estimator.advantages_and_returns(rollout)
+    values = model.policy.value(rollout.observations[:-1])
+    (0.5 * (values - returns).square()).mean().backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    before = parameters_of(model)
+    learn(model, [rollout])
+    trained = (*CRITICS, "policy.actor_encoder.") if shared else CRITICS
+    assert {name for name in before if name.startswith(trained)} == changed(before, model) == {*expected}
+    for name, gradient in expected.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-10, atol=1e-12)
 
 
 def test_only_vtrace_corrects_for_another_policy():
@@ -142,6 +205,9 @@ def test_invalid_options_raise():
         ({"optimizer": {"l2": {"policy": 0.1}}}, "optimizer.l2.policy=0.1"),
         ({"advantages": {"value_target": "empirical"}}, "advantages.value_target='empirical'"),
         ({"num_epochs": 0}, "num_epochs=0"),
+        ({"trains": "encoder"}, "trains='encoder' .* critic or network"),
+        ({"replay_ratio": -1.0}, "replay_ratio=-1.0"),
+        ({"replay_memory_gib": 2.0}, "replay_memory_gib=2.0 .* 1.0 unless replay_ratio"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             make(CriticPretraining, **options)

@@ -133,7 +133,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"env_id": "CartPole-v1"},
         {"algorithm": CLEAR, "replay_ratio": 2 / 3, "replay_memory_gib": 1.5e-5, "normalization": {"rewards": True}},
     ),
-    "critic_pretraining": ({"env_id": "Pendulum-v1"}, {"algorithm": CriticPretraining, "target": "vtrace"}),
+    "critic_pretraining": (
+        {"env_id": "Pendulum-v1"},
+        {"algorithm": CriticPretraining, "target": "vtrace", "replay_ratio": 1.0},
+    ),
     # The run stops near the end of the warm-up.
     "critic_warmup": ({"env_id": "CartPole-v1"}, {"optimizer": {"critic_warmup_steps": 217}}),
     "learned_repeat": (

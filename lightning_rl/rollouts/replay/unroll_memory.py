@@ -87,6 +87,16 @@ class UnrollMemory(Replay):
         """Return copies of the unrolls with indices `[N]`, as a rollout `[T, N]` and the `per_step` tensors."""
         return _together([self._kept[index].fields for index in indices.tolist()])
 
+    def draw(self, count: float, generator: torch.Generator) -> Tensor:
+        """Return random indices of about `count` unrolls, at least one, with replacement."""
+        return torch.randint(len(self), (max(1, round(count)),), generator=generator)
+
+    def beside(self, rollout: Rollout, indices: Tensor) -> Rollout:
+        """Return a copy of a rollout on the CPU, with the unrolls with indices `[N]` as further environments."""
+        both, _ = _together([*_columns(rollout, {}), *(self._kept[index].fields for index in indices.tolist())])
+        both.policy_version = rollout.policy_version
+        return both
+
     def clear(self) -> None:
         self._kept, self._bytes = [], 0
 
