@@ -40,10 +40,13 @@ PEERS = {
     "sb3_contrib": (("W4",), "sb3_contrib_ppo.py"),
     "ding": (("W5",), "ding_ppg.py"),
     "torchbeast": (("W6",), "torchbeast_impala.py"),
+    "sbx": (("W1",), "sbx_ppo.py"),
+    "jax": (("W1",), "jax_ppo.py"),
+    "pufferlib": (("W1",), "pufferlib_ppo.py"),
 }
 # Long enough for rates that differ by a few per cent between runs, short enough for five pairs in minutes.
 STEPS = {"W1": 100_000, "W2": 24_576, "W3": 5_120, "W4": 16_384, "W5": 65_536, "W6": 32_000}
-TIMEOUT = 1200
+TIMEOUT = 7200
 """Seconds after which a run is taken for hung: many times what any takes."""
 
 

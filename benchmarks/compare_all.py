@@ -42,7 +42,7 @@ IN_PAIRS: dict[str, list[dict[str, Any]]] = {
 }
 # Once, besides the other peers.
 ONCE: dict[str, list[dict[str, Any]]] = {
-    "W1": [{"peer": "skrl", "backend": "envpool"}],
+    "W1": [{"peer": "skrl", "backend": "envpool"}, {"peer": "jax", "backend": "torch", "compiled": True}],
     "W3": [{"peer": "rl_games"}, {"peer": "rl_games", "compiled": True, "backend": "envpool"}],
 }
 

@@ -26,6 +26,10 @@ os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 WORKLOADS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "workloads.json").read_text())
 WARM_UP = 2
 """Rollouts, with their updates, before the clock starts."""
+EPISODE_RETURNS: list[float] = []
+"""Raw returns of the training episodes that finished in this process."""
+REACHED_OVER = 20
+"""Number of last episodes whose mean return counts as reached."""
 
 
 def process_start() -> float:
@@ -68,17 +72,31 @@ class Clock:
     def __init__(self, with_children: bool = False) -> None:
         self.with_children = with_children
         self.started = process_start()
-        self.imported_at = self.started
+        self.imported_at, self.imported_cpu = self.started, 0.0
         self.marks: list[tuple[int, float, float]] = []
+        self.episodes: list[int] = []
 
     def imported(self) -> None:
         """Call once all imports are done."""
-        self.imported_at = time.time()
+        self.imported_at, self.imported_cpu = time.time(), time.process_time()
 
     def tick(self, env_steps: int) -> None:
         """Call when a rollout has been learned from, with the environment steps done so far."""
         cpu = cpu_time_with_children() if self.with_children else time.process_time()
         self.marks.append((env_steps, time.time(), cpu))
+        self.episodes.append(len(EPISODE_RETURNS))
+
+    def reached(self, episode_return: float) -> dict[str, float] | None:
+        """Return the cost, from the end of the imports, of a mean return over the last episodes; None without it.
+
+        Building environments and networks counts, and compiling too. A return is noticed at the end of a rollout.
+        """
+        for (env_steps, wall, cpu), count in zip(self.marks, self.episodes, strict=True):
+            last = EPISODE_RETURNS[max(0, count - REACHED_OVER) : count]
+            if len(last) == REACHED_OVER and sum(last) >= REACHED_OVER * episode_return:
+                seconds = {"cpu_seconds": cpu - self.imported_cpu, "seconds": wall - self.imported_at}
+                return {"env_steps": env_steps} | {name: round(value, 2) for name, value in seconds.items()}
+        return None
 
     def interval(self) -> tuple[int, float, float]:
         """Return environment steps, wall seconds and CPU seconds of the timed part.
@@ -142,9 +160,10 @@ class Run:
         self._steps = 0
 
     def imported(self) -> None:
-        """Call once all imports are done: PyTorch has `THREADS` threads from here on."""
+        """Call once all imports are done: PyTorch, if it is one, has `THREADS` threads from here on."""
         self.clock.imported()
-        sys.modules["torch"].set_num_threads(THREADS)
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(THREADS)
 
     def tick(self) -> None:
         """Call when a rollout of the workload's size has been learned from."""
@@ -206,6 +225,9 @@ def report(
         "threads": THREADS,
         "note": note,
     }
+    if (goal := WORKLOADS[args.workload].get("goal")) is not None:
+        last = EPISODE_RETURNS[-100:]
+        result |= {"last_100": round(sum(last) / len(last), 2) if last else None, "reached": clock.reached(goal)}
     sys.stderr.flush()
     print("\n" + json.dumps(result), flush=True)
     return result

@@ -42,7 +42,7 @@ class Ticks(Callback):
 
     def __init__(self, clock: measure.Clock) -> None:
         self.clock = clock
-        self.returns: list[float] = []
+        self.returns = measure.EPISODE_RETURNS
         self.steps = 0
 
     def on_train_batch_end(
@@ -52,8 +52,8 @@ class Ticks(Callback):
 
     def tick(self, rollout: Rollout) -> None:
         self.steps += rollout.num_steps
-        self.clock.tick(self.steps)
         self.returns += rollout.episodes.returns
+        self.clock.tick(self.steps)
 
 
 def fit(

@@ -167,7 +167,7 @@ def test_reproduce_refuses_to_put_a_changed_configuration_among_the_results():
 def test_throughput_prints_one_line_of_json_with_the_keys_of_every_driver(backend):
     result = last_line(run("throughput.py", "W1", "--steps", 4096, "--backend", backend))
     keys = "peer version workload env_steps seconds sps final_return cpu_seconds sps_cpu sps_cpu_quiet variant seed"
-    keys += " total_steps episodes import_s startup_s peak_rss_mb peak_child_rss_mb threads note"
+    keys += " total_steps episodes import_s startup_s peak_rss_mb peak_child_rss_mb threads note last_100 reached"
     assert list(result) == keys.split()
     assert result["threads"] == 1
     # Two of the four rollouts are not timed; the native backend loses a row with every episode.
@@ -494,6 +494,18 @@ def test_drivers_of_peers_begin_with_the_command_line_and_count_whole_rollouts(m
     assert "vectors" in capsys.readouterr().err
 
 
+def test_the_cost_of_a_return_is_that_of_the_first_rollout_whose_last_episodes_have_it(monkeypatch):
+    monkeypatch.setattr(measure, "EPISODE_RETURNS", [0.0] * 15)
+    clock = measure.Clock()
+    clock.imported()
+    for step, further in enumerate(([475.0] * 15, [475.0] * 5, [0.0] * 20), start=1):
+        measure.EPISODE_RETURNS.extend(further)
+        clock.tick(100 * step)
+    assert clock.reached(475)["env_steps"] == 200
+    assert clock.reached(475)["cpu_seconds"] >= 0
+    assert clock.reached(476) is None
+
+
 def test_every_peer_of_the_plan_has_a_driver_and_pinned_requirements():
     planned = compare_all.plan(sorted(compare.STEPS), pairs=5)
     assert {comparison.peer for comparison in planned} == set(compare.PEERS)
@@ -503,7 +515,7 @@ def test_every_peer_of_the_plan_has_a_driver_and_pinned_requirements():
         assert comparison.workload in workloads
         assert (BENCHMARKS / "peers" / script).is_file()
         lines = (BENCHMARKS / "peers" / f"requirements-{comparison.peer}.txt").read_text().splitlines()
-        assert "torch==2.13.0" in lines and all("==" in line for line in lines)
+        assert {"torch==2.13.0", "torch==2.9.0", "jax==0.10.2"} & {*lines} and all("==" in line for line in lines)
         in_pairs = compare_all.IN_PAIRS[comparison.workload]
         again = {"peer": comparison.peer, "backend": comparison.backend, "compiled": comparison.compiled}
         assert comparison.pairs == (

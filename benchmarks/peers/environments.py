@@ -8,9 +8,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces, wrappers
-
-EPISODE_RETURNS: list[float] = []
-"""Raw returns of the training episodes that finished in this process."""
+from measure import EPISODE_RETURNS
 
 
 class KeepReturns(gymnasium.Wrapper):  # type: ignore[type-arg]
