@@ -1,6 +1,6 @@
 """Train PPO here and in Stable-Baselines3 with the same settings: `python benchmarks/equal_settings.py`.
 
-The workloads E1 to E3 are CartPole, LunarLander and HalfCheetah. Seed by seed, ours and theirs run in alternation on one
+The workloads E1 to E3 are CartPole, LunarLander and HalfCheetah. Seed by seed, ours and theirs run in turns on one
 thread; each result is kept at once in `benchmarks/results/equal_settings/`, and what is there is not run again.
 
     python benchmarks/equal_settings.py E1 --seeds 10

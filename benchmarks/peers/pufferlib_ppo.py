@@ -1,7 +1,7 @@
 """PufferLib 3's PuffeRL on a workload, over Gymnasium's environments in its serial vectorization.
 
-Its PPO draws whole segments of environments by priority, anneals the learning rate by a cosine, and recomputes advantages
-for each minibatch. Its C environments are not in the package `pufferlib-core`.
+Its PPO draws whole segments of environments with replacement, and recomputes advantages and values
+for each minibatch. Its environments in C are not in the package `pufferlib-core`.
 """
 
 from __future__ import annotations
