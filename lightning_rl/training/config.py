@@ -188,6 +188,7 @@ class DebugConfig:
             not finite. One more ends the run with an error that names a file for `FailedUpdate.load`.
         histograms: Log histograms of actions, advantages, parameters and gradients after the first and the last pass
             over each logged rollout; needs a `TensorBoardLogger`.
+        gradient_norms: Log the gradient norm of each parameter as `train/grad_norm/<parameter>`, before clipping.
         fast_paths: Faster code for acting and learning; results are equal up to rounding. `auto` uses code that needs
             no compiler, such as a closed form of the PPO loss for small networks on the CPU. `compiled` compiles the
             update into one program, and also the `step` of tensor environments. `none` uses plain PyTorch and
@@ -197,6 +198,7 @@ class DebugConfig:
     check_numerics: bool = False
     max_skipped_updates: int = 0
     histograms: bool = False
+    gradient_norms: bool = False
     fast_paths: Literal["auto", "compiled", "none"] = "auto"
 
 

@@ -73,6 +73,7 @@ class GradientSteps:
         self.max_grad_norm: float | None = options["optimizer.max_grad_norm"]
         self.max_grad_value: float | None = options["optimizer.max_grad_value"]
         self.check_numerics: bool = options["debug.check_numerics"]
+        self.gradient_norms: bool = options["debug.gradient_norms"]
         self.num_value_epochs: int | None = options["optimizer.num_value_epochs"]
         self.critic_warmup_steps: int = options["optimizer.critic_warmup_steps"]
         adaptive = options["optimizer.adaptive_learning_rate"]
@@ -190,7 +191,7 @@ class GradientSteps:
         record = self.record
         record.next_minibatch()
         name = getattr(loss_of, "__name__", "loss")
-        if (whole := self.engine.whole_step(self, loss_of, batch)) is not None:
+        if not self.gradient_norms and (whole := self.engine.whole_step(self, loss_of, batch)) is not None:
             self._record_step(whole, batch, name)
             return
         optimizers = self.optimizers
@@ -295,6 +296,8 @@ class GradientSteps:
         if scaler is not None and stepping:
             norms = self._without_overflow(norms, total)
         record.add(**norms)
+        if self.gradient_norms:
+            self._record_gradient_norms()
         for of_norm, _, gradients in stepping:
             self._clip(gradients, norms[of_norm])
         for norm in norms.values():
@@ -304,6 +307,13 @@ class GradientSteps:
         record.num_updates = record.num_updates + record.takes_step
         for index, (_, optimizer, _) in enumerate(stepping):
             self._step(optimizer, counts=index == 0)
+
+    def _record_gradient_norms(self) -> None:
+        """Record the norm of the gradient of each parameter, before clipping."""
+        given = {n.removeprefix("policy."): x.grad for n, x in self.model.named_parameters() if x.grad is not None}
+        if given:
+            names = [f"grad_norm/{name}" for name in given]
+            self.record.add_together(names, torch.stack([total_norm([x]) for x in given.values()]), names)
 
     def _without_overflow(self, norms: dict[str, Tensor], total: Tensor) -> dict[str, Tensor]:
         """Skip the step if the scaled gradient of a finite loss overflowed float16; return norms of 0 then.

@@ -6,12 +6,22 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_rl import PPO
+from lightning_rl import PPO, fast
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import VECTOR, FixedRollouts, make_data, make_model, make_trainer, random_rollout
+from tests.helpers import (
+    VECTOR,
+    FixedRollouts,
+    MemoryLogger,
+    Recorder,
+    make_data,
+    make_model,
+    make_trainer,
+    random_rollout,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -46,6 +56,46 @@ def test_histograms_are_logged_after_the_first_and_the_last_epoch(tmp_path):
     assert advantages.sum_squares == pytest.approx(47, rel=1e-4)
     weight = found.Histograms("last_epoch/parameters/value_head.weight")[-1].histogram_value
     assert weight.sum == pytest.approx(model.policy.value_head.weight.sum().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("fast_paths", ["auto", "compiled", "none"])
+def test_gradient_norms_of_parameters_are_logged_in_any_logger(fast_paths, monkeypatch):
+    """Before clipping: their squares add up to the square of the global norm."""
+    monkeypatch.setattr(fast.programs, "compiled", lambda function, *_: function)  # programs run, without compiling
+    torch.manual_seed(0)
+    options = {"num_epochs": 1, "num_minibatches": 1, "optimizer": {"max_grad_norm": 1e-3}}
+    debug = {"gradient_norms": True, "fast_paths": fast_paths}
+    model = PPO(VECTOR, spaces.Discrete(3), policy={"hidden_sizes": (4,)}, debug=debug, **options)
+    logger = MemoryLogger()
+    rollouts = FixedRollouts([random_rollout(model.policy)], model)
+    make_trainer(logger=logger, log_every_n_steps=1).fit(model, rollouts)
+    ((logged, step),) = logger.calls
+    norms = {name: x for name, x in logged.items() if name.startswith("train/grad_norm/")}
+    assert {*norms} == {f"train/grad_norm/{name}" for name, _ in model.policy.named_parameters()}
+    assert sum(x**2 for x in norms.values()) == pytest.approx(logged["train/grad_norm"] ** 2, rel=1e-5)
+    assert step == 48 and logged["train/grad_norm"] > 1e-2
+
+
+def test_gradient_norms_are_means_over_minibatches_of_each_optimizer():
+    torch.manual_seed(0)
+    policy, optimizer = {"hidden_sizes": (4,)}, {"critic": {"learning_rate": 1e-3}}
+    model = PPO(VECTOR, spaces.Discrete(3), policy=policy, optimizer=optimizer, debug={"gradient_norms": True}).double()
+    norms: list[dict[str, float]] = []
+
+    class Watch(Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            parameters = pl_module.policy.named_parameters()
+            norms.append({name: x.grad.norm().item() for name, x in parameters if name.startswith("value_head")})
+
+    recorder = Recorder()
+    rollouts = FixedRollouts([random_rollout(model.policy)], model)
+    model.steps.max_grad_norm = None
+    make_trainer(callbacks=[Watch(), recorder], precision="64-true").fit(model, rollouts)
+    norms = norms[::2]  # without the steps of the critic's own optimizer
+    assert len(norms) == model.num_epochs * model.num_minibatches
+    for name in norms[0]:
+        mean = sum(x[name] for x in norms) / len(norms)
+        assert recorder.rows[0][f"grad_norm/{name}"] == pytest.approx(mean, rel=1e-9)
 
 
 def test_histograms_need_a_tensorboard_logger(tmp_path):
