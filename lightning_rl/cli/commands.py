@@ -8,7 +8,7 @@ from lightning_rl.cli.parser import CommandParser, as_list, relative, say
 from lightning_rl.tools.curves import Statistic
 from lightning_rl.tools.export import PROGRAMS, TOLERANCE, ExportFormat, ProgramName
 from lightning_rl.tools.hub import pull_from_hub, push_to_hub
-from lightning_rl.tools.plots import draw_runs
+from lightning_rl.tools.plots import Kind, draw_runs
 from lightning_rl.tools.trained import config_of, export_checkpoint, find_trained
 from lightning_rl.training.warning_filters import filter_command_line_warnings
 
@@ -45,6 +45,7 @@ def plot(
     statistic: Statistic = "iqm",
     confidence: float = 0.95,
     columns: int = 3,
+    kind: Kind = "curves",
     out: str = "curves",
 ) -> None:
     """Draw runs.
@@ -55,9 +56,11 @@ def plot(
         statistic: Interquartile mean or mean over seeds.
         confidence: Confidence of the bootstrap interval over seeds.
         columns: Maximum number of panels side by side.
+        kind: curves; or, of the last value of each run, profiles: the share of runs above each score, or improvement:
+            the probability that a run of one algorithm beats one of another.
         out: File to write, .png, .svg or .pdf; without an ending both .png and .svg.
     """
-    options = {"statistic": statistic, "confidence": confidence, "columns": columns}
+    options = {"statistic": statistic, "confidence": confidence, "columns": columns, "kind": kind}
     paths = draw_runs(runs, as_list(metric), out, **options)  # type: ignore[arg-type]
     say("\n".join(map(str, paths)))
 

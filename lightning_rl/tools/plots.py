@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+
+from lightning_rl.tools.comparisons import (
+    Array,
+    interval,
+    min_max_normalized,
+    performance_profile,
+    probability_of_improvement,
+)
 from lightning_rl.tools.curves import Log, Series, Statistic, by_experiment, find_logs, joined, same_seed, summarize
 from lightning_rl.validation import ConfigurationError, check, check_positive_int, how_to_install
 
@@ -20,6 +31,8 @@ _SUFFIXES = (".png", ".svg")
 _GOAL = "#555555"
 _MAX_SINGLE_RUNS = 10
 _LABEL_WIDTH = 48  # characters
+_THRESHOLDS = 201
+Kind = Literal["curves", "profiles", "improvement"]
 
 
 @dataclass
@@ -68,6 +81,18 @@ def draw(
             steps in common.
     """
     check_positive_int("columns", columns)
+
+    def figure() -> Any:  # noqa: ANN401 - matplotlib is imported where it is used
+        made = _figure(panels, min(columns, len(panels)), shared_legend, statistic, confidence)
+        lines = _labeled_lines(made) if shared_legend else {}
+        _add_caption(made, _caption(panels, statistic, confidence), lines)
+        return made
+
+    _save(figure, paths)
+
+
+def _save(make_figure: Callable[[], Any], paths: Sequence[Path]) -> None:
+    """Write a figure to files."""
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -75,14 +100,77 @@ def draw(
     settings: Any = {"svg.hashsalt": "curves", "svg.fonttype": "none", "font.size": 8, "savefig.dpi": 200}
     for path in paths:
         with mpl.rc_context(settings):
-            # A new figure for each file, since saving changes the layout.
-            figure = _figure(panels, min(columns, len(panels)), shared_legend, statistic, confidence)
-            lines = _labeled_lines(figure) if shared_legend else {}
-            title = _caption(panels, statistic, confidence)
-            below = {"loc": "outside lower center", "frameon": False, "ncols": max(1, len(lines)), "title": title}
-            figure.legend(list(lines.values()), list(lines), **below)
+            figure = make_figure()  # a new one for each file, since saving changes the layout
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))
+
+
+def _add_caption(figure: Any, text: str, lines: Mapping[str, Any]) -> None:  # noqa: ANN401
+    below = {"loc": "outside lower center", "frameon": False, "ncols": max(1, len(lines)), "title": text}
+    figure.legend(list(lines.values()), list(lines), **below)
+
+
+def draw_profiles(scores: Mapping[str, Array], paths: Sequence[Path], *, label: str, confidence: float = 0.95) -> None:
+    """Write a figure of performance profiles: the share of runs with a score above each threshold.
+
+    Args:
+        scores: Scores by algorithm, `[runs, environments]`.
+        paths: Files to write, `.png`, `.svg` or `.pdf`.
+        label: Label of the scores.
+        confidence: Confidence level of the bands.
+    """
+    everything = np.concatenate([one.ravel() for one in scores.values()])
+    thresholds = np.linspace(everything.min(), everything.max(), _THRESHOLDS)
+
+    def figure() -> Any:  # noqa: ANN401
+        from matplotlib.figure import Figure
+
+        made = Figure(figsize=(5.0, 3.6), layout="constrained")
+        axis = made.subplots()
+        for number, (name, one) in enumerate(scores.items()):
+            color = COLORS[number % len(COLORS)]
+            profile = functools.partial(performance_profile, thresholds=thresholds)
+            low, high = interval(profile, one, confidence=confidence)
+            axis.plot(thresholds, profile(one), color=color, linewidth=1.4, label=f"{name}, {len(one)} seeds")
+            axis.fill_between(thresholds, low, high, color=color, alpha=0.2, linewidth=0)
+        axis.set(xlabel=f"{label} τ", ylabel="share of runs with a score above τ", ylim=(0, 1.02))
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+        _add_caption(made, f"band: {confidence:.0%} stratified bootstrap interval", {})
+        return made
+
+    _save(figure, paths)
+
+
+def draw_improvement(scores: Mapping[str, Array], paths: Sequence[Path], *, confidence: float = 0.95) -> None:
+    """Write a figure of the probability of improvement of each algorithm over each later one.
+
+    Args:
+        scores: Scores by algorithm, `[runs, environments]`.
+        paths: Files to write, `.png`, `.svg` or `.pdf`.
+        confidence: Confidence level of the bars.
+    """
+    pairs = list(itertools.combinations(scores, 2))
+
+    def figure() -> Any:  # noqa: ANN401
+        from matplotlib.figure import Figure
+
+        made = Figure(figsize=(5.0, 1.2 + 0.4 * len(pairs)), layout="constrained")
+        axis = made.subplots()
+        for row, (first, second) in enumerate(pairs):
+            both = scores[first], scores[second]
+            low, high = interval(probability_of_improvement, *both, confidence=confidence)
+            axis.barh(row, high - low, left=low, height=0.6, color=COLORS[row % len(COLORS)], alpha=0.4)
+            axis.vlines(probability_of_improvement(*both), row - 0.3, row + 0.3, color="black", linewidth=1.4)
+        axis.axvline(0.5, color=_GOAL, linestyle=":", linewidth=1)
+        axis.set(xlabel="P(a run of the first > a run of the second)", xlim=(0, 1), yticks=range(len(pairs)))
+        axis.set_yticklabels([textwrap.fill(f"{first} > {second}", _LABEL_WIDTH) for first, second in pairs])
+        axis.invert_yaxis()
+        axis.spines[["top", "right"]].set_visible(False)
+        _add_caption(made, f"line: estimate; bar: {confidence:.0%} stratified bootstrap interval", {})
+        return made
+
+    _save(figure, paths)
 
 
 def _figure(panels: Sequence[Panel], columns: int, shared_legend: bool, statistic: Statistic, confidence: float) -> Any:  # noqa: ANN401 - matplotlib is imported where it is used
@@ -153,15 +241,28 @@ def draw_runs(
     statistic: Statistic = "iqm",
     confidence: float = 0.95,
     columns: int = 3,
+    kind: Kind = "curves",
 ) -> list[Path]:
     """Run the command `lightning-rl plot`, which documents the options; return the files.
 
     Each metric and environment has a panel. Warns of repeated seeds, and of runs that were resumed with other settings.
     """
     paths = _files(out)  # before logs are read, which takes a while
+    check(kind == "curves" or len(metrics) == 1, "metric", list(metrics), f"a single one with kind={kind}")
     experiments = _experiments(runs)
     for warning in _warnings(experiments):
         print(f"WARNING: {warning}", file=sys.stderr)
+    if kind != "curves":
+        scores, environments = _final_scores(experiments, metrics[0])
+        if kind == "improvement":
+            check(len(scores) > 1, "runs", list(scores), "runs of at least two algorithms with kind=improvement")
+            draw_improvement(scores, paths, confidence=confidence)
+        else:
+            label = _axis_label(metrics[0])
+            if len(environments) > 1:
+                scores, label = min_max_normalized(scores), f"{label}, 0 and 1 the extremes of each environment"
+            draw_profiles(scores, paths, label=label, confidence=confidence)
+        return paths
     panels = [panel for metric in metrics for panel in _panels(experiments, metric)]
     draw(panels, paths, statistic=statistic, confidence=confidence, columns=columns)
     return paths
@@ -225,6 +326,24 @@ def _panels(experiments: dict[str, list[Log]], metric: str) -> list[Panel]:
         known = sorted({key for logs in experiments.values() for log in logs for key in log.scalars})
         raise ConfigurationError(f"metric={metric!r} is in no log: expected one of {', '.join(known)}")
     return [Panel(environment, curves, _axis_label(metric)) for environment, curves in panels.items()]
+
+
+def _final_scores(experiments: dict[str, list[Log]], metric: str) -> tuple[dict[str, Array], list[str]]:
+    """Return the last values of a metric by algorithm, `[runs, environments]`, and the environments.
+
+    Raises:
+        ConfigurationError: An algorithm lacks an environment, or has other numbers of runs in some of them.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    for panel in _panels(experiments, metric):
+        for curve in panel.curves:
+            found.setdefault(curve.label, {})[panel.title] = [float(run.values[-1]) for run in curve.runs]
+    environments = sorted({environment for scores in found.values() for environment in scores})
+    for name, scores in found.items():
+        counts = {environment: len(scores.get(environment, ())) for environment in environments}
+        expected = "at least one run, and the same number, in each environment"
+        check(len({*counts.values()}) == 1, name, counts, expected)
+    return {name: np.array([one[key] for key in environments]).T for name, one in found.items()}, environments
 
 
 def _axis_label(metric: str) -> str:

@@ -231,10 +231,33 @@ def test_plot_command_draws_a_panel_per_environment(in_tmp_path, monkeypatch, ca
     assert Path("one.pdf").read_bytes().startswith(b"%PDF")
 
 
+def test_plot_command_draws_profiles_and_probabilities_of_improvement(in_tmp_path, monkeypatch, capsys):
+    for seed in range(3):
+        for env_id, size in (("CartPole-v1", 100), ("Acrobot-v1", -100)):
+            write_run(Path(f"a/{env_id}{seed}"), [1, size + seed], seed, env_id)
+            write_run(Path(f"b/{env_id}{seed}"), [1, size + seed + 2], seed, env_id, gamma=0.5)
+    plot(monkeypatch, "A=a", "B=b", "--kind=profiles", "--out=profiles.svg")
+    text = re.findall(r">([^<>\n]+)</text>", Path("profiles.svg").read_text())
+    assert {"A, 3 seeds", "B, 3 seeds", "share of runs with a score above τ"} <= set(text)
+    assert any("0 and 1 the extremes of each environment" in line for line in text)
+    plot(monkeypatch, "A=a", "B=b", "--kind=improvement", "--out=improvement.svg")
+    assert "A &gt; B" in Path("improvement.svg").read_text()
+    scores, environments = plots._final_scores(plots._experiments(["A=a", "B=b"]), RETURN)
+    assert environments == ["Acrobot-v1", "CartPole-v1"]
+    assert sorted(scores["B"][:, 1]) == [102, 103, 104]
+    write_run(Path("b/more"), [1, 2], 3, gamma=0.5)
+    with pytest.raises(SystemExit):
+        plot(monkeypatch, "A=a", "B=b", "--kind=improvement")
+    expected = "B={'Acrobot-v1': 3, 'CartPole-v1': 4} is not valid: expected at least one run, and the same number"
+    assert expected in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nowhere"], "'nowhere' has no log"),
+        (["run", "--kind=improvement"], "runs=['PPO'] is not valid: expected runs of at least two algorithms"),
+        (["run", "--kind=profiles", "--metric=[a, b]"], "metric=['a', 'b'] is not valid: expected a single one"),
         (["run", "--metric=val/return"], "metric='val/return' is in no log: expected one of rollout/episode_return"),
         (["run", "--confidence=2"], "confidence=2.0 is not valid"),
         (["run", "--columns=0"], "columns=0 is not valid"),
