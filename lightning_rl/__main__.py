@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from lightning_rl.__about__ import __version__
-from lightning_rl.cli import COMMANDS, TRAINER_COMMANDS
+from lightning_rl.cli import COMMANDS
 
 
 def run() -> None:
@@ -25,12 +25,7 @@ def run() -> None:
 
         from lightning_rl.cli.main import main
     try:
-        if arguments[0] in COMMANDS and arguments[0] not in TRAINER_COMMANDS:
-            from lightning_rl.cli.commands import run_command
-
-            run_command(arguments)
-        else:
-            main()
+        main()
     except BaseException as error:
         if _is_interrupt(error):
             sys.exit(128 + signal.SIGINT)

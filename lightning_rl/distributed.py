@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_rl.validation import ExplainedError
+
 # Seconds that the child ranks get before they are killed: to report their error, or to notice that this rank reports.
 _SECONDS_TO_REPORT, _SECONDS_TO_NOTICE = 10.0, 2.0
 # Process that started this one, if this is the rank of a subprocess launcher.
@@ -146,7 +148,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-class RankFailure(RuntimeError):
+class RankFailure(ExplainedError, RuntimeError):
     """Another rank has ended without reporting an error."""
 
 

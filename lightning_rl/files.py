@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import shlex
 import zipfile
 from itertools import chain
 from pathlib import Path
@@ -115,3 +116,9 @@ def _num_entries(node: yaml.Node | None, known: dict[int, int]) -> int:
         parts = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
         known[id(node)] = 1 + sum(_num_entries(part, known) for part in parts)
     return known[id(node)]
+
+
+def relative(path: str | Path) -> str:
+    """Return a path as it can be typed in a shell, relative to the current folder if that contains it."""
+    path = Path(path).absolute()
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))

@@ -56,7 +56,11 @@ ClassSpec = dict[str, Any]
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-class ConfigurationError(ValueError):
+class ExplainedError(Exception):
+    """An error whose message says what is wrong; the command line prints it without a traceback."""
+
+
+class ConfigurationError(ExplainedError, ValueError):
     """A setting that cannot work; the message names the field, the value and the expected values."""
 
 
@@ -95,6 +99,11 @@ def is_int(value: object) -> TypeGuard[int]:
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
     """Whether `value` is a sequence such as a list, and neither a string nor bytes."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def as_list(given: T | list[T] | None) -> list[T]:
+    """Return a list, with one value if no list was given: `--record_as video` needs no brackets."""
+    return given if isinstance(given, list) else [] if given is None else [given]
 
 
 def is_one_of(value: object, choices: Iterable[str]) -> TypeGuard[str]:

@@ -20,7 +20,6 @@ import yaml
 from torch import nn
 
 from lightning_rl import PPO, FailedUpdate, RolloutDataModule
-from lightning_rl.cli.commands import run_command
 from lightning_rl.cli.main import main
 from lightning_rl.options import default_groups, flat, nested
 from lightning_rl.tools.hub import push_to_hub
@@ -160,7 +159,7 @@ def run(*arguments: str) -> str:
     """Run a command that is to fail, and return its message."""
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed), pytest.raises(SystemExit) as ended:
-        run_command(list(arguments))
+        main(list(arguments))
     lines = printed.getvalue().splitlines()
     assert (ended.value.code, len(lines)) == (1, 1), lines
     return lines[0].removeprefix("lightning-rl: error: ")
@@ -376,8 +375,8 @@ def test_environments_are_trusted_in_the_same_way(saved):
     export = ["export", f"--ckpt_path={path}", "--format=torch_export", "--programs=greedy", "--episodes=1"]
     assert run(*export) == message
     trusted()
-    assert run_command([*export, "--trust=untrusted"])
-    assert run_command([*export, "--trust=[other, untrusted]"])
+    main([*export, "--trust=untrusted"])
+    main([*export, "--trust=[other, untrusted]"])
     sys.modules.pop("untrusted")
     gymnasium.registry.pop("Untrusted-v0")
     data = load_data(path, trust=["untrusted"])

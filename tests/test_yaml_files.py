@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 import yaml
 
-from lightning_rl.cli.commands import run_command
+from lightning_rl.cli.main import main
 from lightning_rl.files import read_yaml
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data, make_model, make_trainer
@@ -57,7 +57,7 @@ def test_commands_report_bad_yaml_in_one_short_error(kind, in_tmp_path, monkeypa
     ):
         printed = io.StringIO()
         with contextlib.redirect_stderr(printed), pytest.raises(SystemExit) as ended:
-            run_command(command)
+            main(command)
         (line,) = printed.getvalue().splitlines()
         assert ended.value.code == 1
         assert line.startswith("lightning-rl: error: config=") and len(line) < 400, line

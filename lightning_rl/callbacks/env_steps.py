@@ -76,12 +76,12 @@ class EnvStepLimit(Callback):
     Schedules and progress bars read the limit from this callback. The Trainer validates once more when it stops.
 
     Args:
-        max_env_steps: Environment steps of all ranks.
+        max_env_steps: Environment steps of all ranks, an integer or a float such as 1e5.
     """
 
-    def __init__(self, max_env_steps: int) -> None:
-        check_positive_int("max_env_steps", max_env_steps)
-        self.max_env_steps = max_env_steps
+    def __init__(self, max_env_steps: int | float) -> None:
+        whole = isinstance(max_env_steps, float) and max_env_steps.is_integer()
+        self.max_env_steps = int(check_positive_int("max_env_steps", int(max_env_steps) if whole else max_env_steps))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop a resumed run that has reached the limit already."""

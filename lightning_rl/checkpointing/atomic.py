@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore
 
 from lightning_rl.files import check_intact, read_data
 from lightning_rl.training.clock import ends_epoch, validates_now
-from lightning_rl.validation import check
+from lightning_rl.validation import ExplainedError, check
 
 if TYPE_CHECKING:  # importing TensorBoard is slow
     from torch.utils.tensorboard import FileWriter
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # importing TensorBoard is slow
 _PREFIX, _SUFFIX = ".unfinished-", ".tmp"
 
 
-class CheckpointFailure(Exception):
+class CheckpointFailure(ExplainedError):
     """A checkpoint could not be written; an earlier file of the same name is unchanged."""
 
 
@@ -152,7 +152,7 @@ class LastCheckpoint(ModelCheckpoint):
             self.save(trainer)
 
 
-class LogFailure(Exception):
+class LogFailure(ExplainedError):
     """A log could not be written."""
 
 

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_rl.checkpointing.atomic import CheckpointFailure, LogFailure
-from lightning_rl.distributed import RankFailure, causes
+from lightning_rl.distributed import causes
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.tools.export import RoundTripError
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import ExplainedError
 
 DEBUG = "LIGHTNING_RL_DEBUG"
 """Environment variable that shows errors with their whole traceback."""
-_EXPECTED = (
-    CheckpointFailure,
-    ConfigurationError,
-    EnvironmentFailure,
-    FloatingPointError,
-    LogFailure,
-    MisconfigurationException,
-    RankFailure,
-    RoundTripError,
-)
+_EXPLAINED = (ExplainedError, FloatingPointError, MisconfigurationException)
 # Raised for the folder of a logger, a figure or an export. A missing file needs the traceback, which says who reads it.
 _NOT_USABLE = (PermissionError, NotADirectoryError, FileExistsError)
 
@@ -39,30 +26,18 @@ def error_message(error: BaseException) -> str | None:
     The parser wraps the errors of constructors, so the causes of an error are searched too.
     """
     for cause in causes(error):
-        if isinstance(cause, _EXPECTED):
+        if isinstance(cause, _EXPLAINED):
             return str(cause) + (_place(cause) if isinstance(cause, EnvironmentFailure) else "")
     if isinstance(error, _NOT_USABLE) and error.filename is not None:
         return f"{error.strerror}: {str(error.filename)!r}"
     return None
 
 
-def end_with_message(error: BaseException, arguments: Sequence[str]) -> None:
+def end_with_message(error: BaseException) -> None:
     """End the process with one message and status 1; return if the user needs the traceback, or asked for it."""
     if not os.environ.get(DEBUG) and (message := error_message(error)) is not None:
-        lines = [f"lightning-rl: error: {message}", *missing_module(error, arguments)]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        print(f"lightning-rl: error: {message}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
-
-
-def missing_module(error: BaseException | None, arguments: Sequence[str]) -> list[str]:
-    """Return a line with the command that finds a missing module, if the module lies beside a configuration."""
-    for name in [cause.name for cause in causes(error) if isinstance(cause, ModuleNotFoundError) and cause.name]:
-        module = name.partition(".")[0]
-        for folder in [Path(argument.rpartition("=")[2]).parent for argument in arguments if ".yaml" in argument]:
-            if (folder / f"{module}.py").is_file() or (folder / module).is_dir():
-                command = f"PYTHONPATH={shlex.quote(str(folder))} lightning-rl {shlex.join(arguments)}"
-                return [f"Python does not search the folder of the configuration, where {module} is. Use: {command}"]
-    return []
 
 
 def _place(failure: EnvironmentFailure) -> str:

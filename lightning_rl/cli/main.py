@@ -17,39 +17,25 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ProgressB
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_rl import OnPolicyAlgorithm, RolloutDataModule  # imports all classes, so that their short names work
-from lightning_rl.callbacks import EnvStepLimit, EpisodeRecorder
+from lightning_rl import EnvStepLimit, EpisodeRecorder, LastCheckpoint, OnPolicyAlgorithm, RolloutDataModule
 from lightning_rl.callbacks.episode_recorder import EpisodeLines
 from lightning_rl.callbacks.policy_summary import PolicySummary
 from lightning_rl.callbacks.progress_bars import EnvStepProgressBar
-from lightning_rl.checkpointing.atomic import LastCheckpoint
+from lightning_rl.checkpointing import run_folders
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpointing.interruption import EarlyTermination, early_termination
 from lightning_rl.checkpointing.resuming import check_fits, check_resumable
-from lightning_rl.checkpointing.run_folders import (
-    CHECKPOINTS,
-    CONFIG,
-    RunLock,
-    configurations,
-    default_checkpoints,
-    find_checkpoint,
-    has_any,
-    new_run_dir,
-    remove_empty,
-    run_dir_of,
-    run_root,
-)
 from lightning_rl.cli import COMMANDS, TRAINER_COMMANDS
 from lightning_rl.cli.errors import end_with_message
-from lightning_rl.cli.parser import CommandParser, ShortHelp, as_list, chooses_data_class, relative, say
+from lightning_rl.cli.parser import CommandParser, ShortHelp, chooses_data_class, say
 from lightning_rl.cli.saved_config import SaveConfig
-from lightning_rl.distributed import end_all_ranks
-from lightning_rl.files import check_intact, read_yaml
+from lightning_rl.distributed import end_all_ranks, world_size
+from lightning_rl.files import check_intact, read_yaml, relative
 from lightning_rl.tools.curves import changes
 from lightning_rl.tools.shipped_configs import ActionConfig
 from lightning_rl.training.checks import check_strategy
 from lightning_rl.training.warning_filters import filter_command_line_warnings
-from lightning_rl.validation import ConfigurationError, check, check_positive_int
+from lightning_rl.validation import ConfigurationError, as_list, check_positive_int
 
 DEFAULT_ENV_STEPS = 1_000_000
 """Environment steps of a run without another limit."""
@@ -66,16 +52,16 @@ class OnPolicyCLI(LightningCLI):
     """Folder of the run; None if nothing is written."""
     checkpoint: dict[str, Any] | None = None
     """The checkpoint to resume or to evaluate, until it is compared with the model."""
+    _purge_step: int | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
-        self._lock = RunLock()
+        self._lock = run_folders.RunLock()
         try:
             super().__init__(*args, **kwargs)
         except BaseException as error:
             if self.run_dir is not None:
-                remove_empty(self.run_dir)
-            ranks_have_met = torch.distributed.is_available() and torch.distributed.is_initialized()
-            if ranks_have_met and isinstance(error, Exception):
+                run_folders.remove_empty(self.run_dir)
+            if isinstance(error, Exception) and world_size() > 1:
                 end_all_ranks(error, getattr(self.trainer.strategy.launcher, "procs", []))
             raise
         finally:
@@ -85,14 +71,12 @@ class OnPolicyCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         """Return the command that the arguments begin with, or else all commands: each parser takes 0.1 s to make."""
         known = LightningCLI.subcommands()
-        command = next(iter(CommandParser.given), None)
-        return {command: known[command]} if command in known else known
+        return {name: known[name] for name in CommandParser.given[:1] if name in known} or known
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - as in Lightning
         """Return a parser whose option `--config` also takes names of shipped configurations."""
         parser = self.parser_class(**{"dump_header": [f"lightning=={version('lightning')}"], **kwargs})
-        about = "A file in YAML, or the name of a shipped one: ppo/cartpole."
-        parser.add_argument("-c", "--config", action=ActionConfig, help=about)
+        parser.add_argument("-c", "--config", action=ActionConfig, help="A YAML file, or a shipped one: ppo/cartpole.")
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -106,17 +90,17 @@ class OnPolicyCLI(LightningCLI):
         """
         config = self.config[self.config.subcommand]
         self._fits = self.config.subcommand == "fit"
-        filter_command_line_warnings(evaluating=not self._fits)
         data, algorithm = config.data, config.model.class_path.rpartition(".")[2]
         env_id = (data.init_args if self.subclass_mode_data else data).get("env_id", "environment")
-        self._root = run_root(config.trainer.default_root_dir, algorithm, env_id)
+        self._root = run_folders.run_root(config.trainer.default_root_dir, algorithm, env_id)
         name = path = config.ckpt_path
         if name in ("last", "best"):
-            path = find_checkpoint(self._root, name, resumable=self._fits)
+            path = run_folders.find_checkpoint(self._root, name, resumable=self._fits)
+            missing = f"ckpt_path={name!r}: there is no checkpoint under {self._root}"
             if path is None and not self._fits:
-                raise ConfigurationError(f"ckpt_path={name!r}: there is no checkpoint under {self._root}")
+                raise ConfigurationError(missing)
             if path is None:
-                say(f"WARNING: ckpt_path={name!r}: there is no checkpoint under {self._root}: starting a NEW run.")
+                say(f"WARNING: {missing}: starting a NEW run.")
         elif path is not None:
             check_intact(path, "ckpt_path", "an intact checkpoint")
         elif not self._fits:
@@ -125,7 +109,8 @@ class OnPolicyCLI(LightningCLI):
         if path is not None:
             self.checkpoint = read_checkpoint(path, mapped=True)  # the Trainer reads the whole file later
             steps = self.checkpoint[CHECKPOINT_KEY]["env_steps"]
-            self.run_dir = run_dir_of(Path(path), steps)
+            self._purge_step = steps + 1
+            self.run_dir = run_folders.run_dir_of(Path(path), steps)
             where = " in a NEW run folder" if self._fits and self.run_dir is None else ""
             say(f"{'Resuming' if self._fits else 'Policy'} from {path}, at {steps} environment steps{where}")
 
@@ -143,24 +128,21 @@ class OnPolicyCLI(LightningCLI):
                 check_resumable(self.checkpoint, self.model)
                 self.datamodule.check_resumable(self.checkpoint.get(type(self.datamodule).__qualname__, {}))
             check_fits(self.checkpoint, self.model)
-            if self._fits:
-                self._check_changes()
+            self._check_changes()
             self.checkpoint = None  # closes the file, which a new checkpoint may replace
         elif self._fits and (path := self._option("init_from")) is not None:
             self.model.init_from(path, as_list(self._option("init_parts")) or None)
 
     def _set_num_threads(self) -> None:
-        num_threads = self._option("num_threads")
-        if num_threads is None and sum(x.numel() for x in self.model.policy.parameters()) <= _FEW_PARAMETERS:
-            num_threads = 1
-        if num_threads is not None:
-            torch.set_num_threads(check_positive_int("num_threads", num_threads))
+        given, size = self._option("num_threads"), sum(x.numel() for x in self.model.policy.parameters())
+        if given is not None or size <= _FEW_PARAMETERS:
+            torch.set_num_threads(check_positive_int("num_threads", 1 if given is None else given))
 
     def _check_changes(self) -> None:
         """Refuse to resume with other settings than at the last start of the run, unless the user confirms them."""
         path = Path(self._option("ckpt_path"))
-        last = configurations(path.parent.parent)[-1:]
-        if not last or self._option("resume_changes") == "allow":
+        last = run_folders.configurations(path.parent.parent)[-1:]
+        if not (self._fits and last) or self._option("resume_changes") == "allow":
             return
         if changed := changes(read_yaml(last[0], "config") or {}, self.config_dump):
             lines = ["ckpt_path: the settings differ from the last start of the run:", *changed]
@@ -177,34 +159,28 @@ class OnPolicyCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:  # noqa: ANN401
         """Give the Trainer a logger, checkpoints and a progress bar, unless the configuration has its own."""
         config = self._option("trainer")
-        clip = config.gradient_clip_val
-        check(clip is None, "trainer.gradient_clip_val", clip, "null; set model.optimizer.max_grad_norm instead")
-        if config.strategy is not None:
-            check_strategy(config.strategy)
-        if self._fits and config.max_epochs is None:
-            kwargs["max_epochs"] = -1  # instead of Lightning's default of 1,000
+        check_strategy(config.strategy or "auto")
         if self._fits and not config.fast_dev_run:
-            self.run_dir = self.run_dir or new_run_dir(self._root)
+            self.run_dir = self.run_dir or run_folders.new_run_dir(self._root)
             self._lock.acquire(self.run_dir)
-        given: list[Callback] = config.callbacks or []
-        given = given if isinstance(given, list) else [given]
-        callbacks = [*given, *self._default_callbacks(config, given)]
-        kwargs["enable_model_summary"] = False  # `PolicySummary` replaces it
+        if not self._fits:
+            self.save_config_callback = None
+        elif config.max_epochs is None:
+            kwargs["max_epochs"] = -1  # instead of Lightning's default of 1,000
         if config.logger in (None, True):
-            kwargs["logger"] = False
-            if self._fits and self.run_dir is not None:
-                # An interrupted run may have logged after its last checkpoint: these steps are logged again.
-                steps = None if self.checkpoint is None else self.checkpoint[CHECKPOINT_KEY]["env_steps"] + 1
-                purge = {} if steps is None else {"purge_step": steps}
-                kwargs["logger"] = TensorBoardLogger(
-                    self.run_dir, name="", version="", default_hp_metric=False, **purge
-                )
+            # An interrupted run may have logged after its last checkpoint: these steps are logged again.
+            options: Any = {"name": "", "version": "", "default_hp_metric": False, "purge_step": self._purge_step}
+            writes = self._fits and self.run_dir is not None
+            kwargs["logger"] = TensorBoardLogger(str(self.run_dir), **options) if writes else False
         if self.run_dir is not None:
             kwargs["default_root_dir"] = str(self.run_dir)
-        # `last.ckpt` is saved after the best checkpoint, so it is the newest.
-        callbacks.sort(key=lambda callback: isinstance(callback, LastCheckpoint))
+        given: list[Callback] = as_list(config.callbacks)
+        callbacks = [*given, *self._default_callbacks(config, given)]
+        # The best checkpoint is saved first, and `last.ckpt` after all others, so it is the newest.
+        callbacks.sort(key=lambda c: (isinstance(c, LastCheckpoint), getattr(c, "monitor", "") in _KEEP_NEWEST))
         try:
-            return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+            # `PolicySummary` replaces the summary of Lightning.
+            return super().instantiate_trainer(callbacks=callbacks, enable_model_summary=False, **kwargs)
         except ValueError as error:
             raise ConfigurationError(f"trainer: {error}") from error
 
@@ -213,23 +189,20 @@ class OnPolicyCLI(LightningCLI):
         if self._fits:
             limit = self._option("max_env_steps")
             has_end = config.max_epochs is not None or config.max_steps != -1 or config.max_time is not None
-            if limit is not None:
-                whole = float(limit).is_integer()
-                check(whole, "max_env_steps", limit, "a whole number such as 100000 or 1e5")
-                yield EnvStepLimit(int(limit))
-            elif not (has_end or config.fast_dev_run or has_any(given, EnvStepLimit)):
-                yield EnvStepLimit(DEFAULT_ENV_STEPS)
-        if config.enable_progress_bar is not False and not has_any(given, ProgressBar):
+            has_end = has_end or config.fast_dev_run or run_folders.has_any(given, EnvStepLimit)
+            if limit is not None or not has_end:
+                yield EnvStepLimit(DEFAULT_ENV_STEPS if limit is None else limit)
+        if config.enable_progress_bar is not False and not run_folders.has_any(given, ProgressBar):
             yield EnvStepProgressBar()
-        if config.enable_model_summary is not False and not has_any(given, ModelSummary):
+        if config.enable_model_summary is not False and not run_folders.has_any(given, ModelSummary):
             yield PolicySummary()
         if self.subcommand == "predict":
             if (folder := self._option("record")) is not None:
                 yield EpisodeRecorder(folder, as_list(self._option("record_as")) or None)
             yield EpisodeLines()  # after the progress bar, which is closed by then
         if self._fits and self.run_dir is not None and config.enable_checkpointing is not False:
-            validates = config.limit_val_batches != 0
-            yield from default_checkpoints(self.run_dir / CHECKPOINTS, given, validates=validates)
+            folder = self.run_dir / run_folders.CHECKPOINTS
+            yield from run_folders.default_checkpoints(folder, given, validates=config.limit_val_batches != 0)
 
     def fit(self, **kwargs: Any) -> None:  # noqa: ANN401
         """Train. Print where and until when, and after an interruption the command that resumes the run."""
@@ -239,9 +212,8 @@ class OnPolicyCLI(LightningCLI):
         try:
             self.trainer.fit(**kwargs)
         except SystemExit:  # Lightning turns an interrupt into it
-            if (saver := self._saver(last=True)) is not None:
-                path = relative(saver.best_model_path)
-                say(f"Continue with: lightning-rl fit --config {self._config_path()} --ckpt_path {path}")
+            for saver in self._savers()[-1:]:
+                say(f"Continue with: lightning-rl fit {self._options_of(saver)}")
             raise
 
     def after_fit(self) -> None:
@@ -249,40 +221,37 @@ class OnPolicyCLI(LightningCLI):
         # If the Trainer spawned processes, the step count stays with them.
         done = f"Done: {steps} environment steps" if (steps := self.model.env_steps) else "Done"
         score = self.trainer.callback_metrics.get("val/episode_return")
-        lines = [done if score is None else f"{done}, validation return at the end {_rounded(score)}"]
+        lines = [done if score is None else f"{done}, validation return at the end {score:.4g}"]
         if self.trainer.logger is not None and self.trainer.log_dir is not None:
             lines.append(f"  log:         {relative(self.trainer.log_dir)}")
-        if (saver := self._saver(last=False)) is not None:
-            best, why = relative(saver.best_model_path), ""
-            if saver.monitor not in _KEEP_NEWEST and saver.best_model_score is not None:
-                metric = "validation return" if saver.monitor == "val/episode_return" else saver.monitor
-                why = f" (best {metric}: {_rounded(saver.best_model_score)})"
-            lines.append(f"  checkpoint:  {best}{why}")
-            lines.append(f"  next:        lightning-rl test --config {self._config_path()} --ckpt_path {best}")
+        for saver in self._savers()[:1]:
+            metric = "validation return" if saver.monitor == "val/episode_return" else saver.monitor
+            best = saver.monitor not in _KEEP_NEWEST and saver.best_model_score is not None
+            why = f" (best {metric}: {saver.best_model_score:.4g})" if best else ""
+            lines.append(f"  checkpoint:  {relative(saver.best_model_path)}{why}")
+            lines.append(f"  next:        lightning-rl test {self._options_of(saver)}")
         if isinstance(self.trainer.logger, TensorBoardLogger):
             lines.append(f"  curves:      tensorboard --logdir {relative(self.trainer.logger.log_dir)}")
         say("\n".join(lines))
 
-    def _config_path(self) -> str:
+    def _options_of(self, saver: ModelCheckpoint) -> str:
+        """Return the options that name the configuration of the run and the checkpoint of a callback."""
         folder = Path(self.trainer.default_root_dir)
-        return relative((configurations(folder) or [folder / CONFIG])[-1])
+        config = [folder / run_folders.CONFIG, *run_folders.configurations(folder)][-1]
+        return f"--config {relative(config)} --ckpt_path {relative(saver.best_model_path)}"
 
-    def _saver(self, last: bool) -> ModelCheckpoint | None:
-        """Return the callback that saved the last checkpoint, or the best one; None if nothing was saved."""
-        saved = [c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.best_model_path]
-        # A callback that keeps the newest checkpoints, such as `EnvStepCheckpoint`, calls the newest the best.
-        saved.sort(key=lambda c: (isinstance(c, LastCheckpoint) != last, c.monitor in _KEEP_NEWEST))
-        return saved[0] if saved else None
+    def _savers(self) -> list[ModelCheckpoint]:
+        """Return the callbacks that saved a checkpoint: the best first, the newest last."""
+        return [c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.best_model_path]
 
 
 def _end_of(trainer: Trainer, max_time: object) -> str:
     """Return when training ends."""
     limits = [c.max_env_steps for c in trainer.callbacks if isinstance(c, EnvStepLimit)]  # type: ignore[attr-defined]
-    ends = [f"{min(limits)} environment steps"] if limits else []
-    ends += [f"{trainer.max_epochs} epochs"] if trainer.max_epochs not in (None, -1) else []
-    ends += [f"{trainer.max_steps} optimizer steps"] if trainer.max_steps != -1 else []
-    ends += [f"max_time={max_time}"] if max_time is not None else []
-    return f"until {' or '.join(ends)}" if ends else "without an end; stop it with Ctrl-C, or set --max_env_steps"
+    ends: dict[str, Any] = {"environment steps": min(limits, default=-1), "epochs": trainer.max_epochs}
+    ends |= {"optimizer steps": trainer.max_steps, "of max_time": max_time}
+    text = " or ".join(f"{end} {unit}" for unit, end in ends.items() if end not in (None, -1))
+    return f"until {text}" if text else "without an end; stop it with Ctrl-C, or set --max_env_steps"
 
 
 def link_spaces(parser: LightningArgumentParser) -> None:
@@ -293,32 +262,25 @@ def link_spaces(parser: LightningArgumentParser) -> None:
         parser.link_arguments(f"data.{space}", f"{model}.{space}", apply_on="instantiate")
 
 
-def _rounded(score: torch.Tensor) -> str:
-    return f"{float(score):.{1 if abs(score) >= 10 else 3}f}"
-
-
-def main(args: list[str] | None = None) -> OnPolicyCLI:
-    """Run the command line with arguments, by default of the process.
+def main(args: list[str] | None = None) -> OnPolicyCLI | None:
+    """Run the command line with arguments, by default of the process; commands that run no Trainer return None.
 
     Raises:
         SystemExit: After one message on the standard error, with status 2 for arguments that cannot be parsed, and 1
             for a setting or an environment that fails.
     """
-    filter_command_line_warnings()
     arguments = sys.argv[1:] if args is None else args
+    filter_command_line_warnings(evaluating="fit" not in arguments)
     CommandParser.begin(arguments)
-    others = " ".join(f"{name}: {COMMANDS[name]}" for name in COMMANDS if name not in TRAINER_COMMANDS)
+    others = [name for name in COMMANDS if name not in TRAINER_COMMANDS]
     about = "On-policy reinforcement learning for PyTorch Lightning. Further commands, which have a --help too: "
-    commands = {
-        name: {
-            "usage": f"lightning-rl {name} [--config NAME] [--model ALGORITHM] [--data.env_id ID] [options]",
-            "description": f"{COMMANDS[name]} Options of an algorithm: lightning-rl {name} --model.help PPO. "
-            "All options, also of the Trainer (--trainer.accelerator cpu) and the data: "
-            f"lightning-rl {name} --help_all.",
-        }
-        for name in OnPolicyCLI.subcommands()
-    }
+    about += " ".join(f"{name}: {COMMANDS[name]}" for name in others)
     try:
+        if arguments and arguments[0] in others:
+            from lightning_rl.cli.commands import run_command  # other commands start faster without it
+
+            run_command(arguments)
+            return None
         with early_termination():
             return OnPolicyCLI(
                 OnPolicyAlgorithm,
@@ -326,7 +288,7 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
                 subclass_mode_model=True,
                 subclass_mode_data=chooses_data_class(arguments),
                 parser_class=CommandParser,
-                parser_kwargs={"description": about + others, "formatter_class": ShortHelp, **commands},
+                parser_kwargs={"description": about, "formatter_class": ShortHelp},
                 save_config_callback=SaveConfig,
                 save_config_kwargs={"save_to_log_dir": False},
                 # A sanity check of the validation has no use here; an epoch of rollouts is short.
@@ -336,5 +298,5 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
                 args=args,
             )
     except Exception as error:
-        end_with_message(error, arguments)
+        end_with_message(error)
         raise

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
-from argparse import SUPPRESS, Action
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from argparse import Action
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 
-import lightning_rl
+from lightning_rl import OnPolicyAlgorithm, RolloutDataModule  # imports all classes, so that their short names work
 from lightning_rl.callbacks.episode_recorder import RecordAs
-from lightning_rl.cli import TRAINER_COMMANDS
-from lightning_rl.cli.errors import error_message, missing_module
+from lightning_rl.cli import COMMANDS, TRAINER_COMMANDS
+from lightning_rl.cli.errors import error_message
 from lightning_rl.options import types_of
 from lightning_rl.tools.shipped_configs import resolve
 from lightning_rl.training.parameter_groups import Part
 from lightning_rl.validation import ConfigurationError, did_you_mean, import_class
 
-_Word = TypeVar("_Word", bound=str)
 _BASES: dict[str, type] = {
-    "model": lightning_rl.OnPolicyAlgorithm,
+    "model": OnPolicyAlgorithm,
     "data": LightningDataModule,
     "trainer.callbacks": Callback,
     "trainer.logger": Logger,
 }
 """Options whose values are classes, with the base class of these."""
+_NO_PART = (*TRAINER_COMMANDS, "init_args", "dict_kwargs")
+"""Keys of configurations that are not part of the names of options in messages."""
 _FIRST_OPTIONS = {
     *("help", "help_all", "print_config", "config", "seed_everything", "max_env_steps", "num_threads", "ckpt_path"),
     *("init_from", "record", "record_as", "model", "model.help", "data", "data.help", "subcommand"),
@@ -43,6 +44,7 @@ _FIRST_OPTIONS = {
     *("data.env.kwargs", "data.evaluation.episodes"),
 }
 """Options that `--help` lists."""
+say = rank_zero_only(partial(print, flush=True))
 
 
 def run_options(
@@ -82,22 +84,15 @@ def record_options(record: str | None = None, record_as: RecordAs | list[RecordA
 
 
 class ShortHelp(DefaultHelpFormatter):
-    """Help on the options of a first run."""
+    """Help on the options of a first run; `--help_all` lists all options."""
 
     def add_argument(self, action: Action) -> None:
         """Add an option if it is one of these."""
-        if action.dest in _FIRST_OPTIONS:
+        if action.dest in _FIRST_OPTIONS or "--help_all" in CommandParser.given:
             super().add_argument(action)
 
 
-class _HelpAll(Action):
-    def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - as in argparse
-        super().__init__(nargs=0, default=SUPPRESS, **kwargs)
-
-    def __call__(self, parser: Any, *_: object) -> None:  # noqa: ANN401 - a `CommandParser`
-        parser.formatter_class = DefaultHelpFormatter
-        parser.print_help()
-        parser.exit()
+_RUN = (("", run_options), ("", record_options), ("trainer", Trainer), ("data", RolloutDataModule))
 
 
 class CommandParser(LightningArgumentParser):
@@ -111,6 +106,7 @@ class CommandParser(LightningArgumentParser):
 
     given: Sequence[str] = ()
     folder = Path()
+    sources: Sequence[tuple[str, Any]] = _RUN
 
     @classmethod
     def begin(cls, arguments: Sequence[str]) -> None:
@@ -120,17 +116,6 @@ class CommandParser(LightningArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
         # Abbreviated options are refused, as in a configuration.
         super().__init__(*args, **{"prog": "lightning-rl", "allow_abbrev": False, **kwargs})
-        self.sources: list[tuple[str, Callable[..., Any]]] = []
-
-    def add_function_arguments(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:  # noqa: ANN401
-        """Add the parameters of a function, and keep their types for error messages."""
-        self.sources.append(("", function))
-        return list(super().add_function_arguments(function, *args, **kwargs))
-
-    def add_lightning_class_args(self, lightning_class: Any, nested_key: str, *args: Any, **kwargs: Any) -> list[str]:  # noqa: ANN401
-        """Add the options of the Trainer, the model or the data, and keep their types for error messages."""
-        self.sources.append((nested_key, lightning_class))
-        return super().add_lightning_class_args(lightning_class, nested_key, *args, **kwargs)
 
     def add_class_arguments(self, theclass: Any, nested_key: str | None = None, *args: Any, **kwargs: Any) -> list[str]:  # noqa: ANN401
         """Add the options of a class; `--model.help` leaves out the spaces, which the data give."""
@@ -140,12 +125,15 @@ class CommandParser(LightningArgumentParser):
 
     def add_method_arguments(self, theclass: Any, themethod: str, *args: Any, **kwargs: Any) -> list[str]:  # noqa: ANN401
         """Add the arguments of a method of the Trainer, and the options of every run."""
+        self.usage = f"lightning-rl {themethod} [--config NAME] [--model ALGORITHM] [--data.env_id ID] [options]"
+        self.description = f"{COMMANDS[themethod]} Options of an algorithm: lightning-rl {themethod} --model.help PPO. "
+        self.description += f"All options, also of Trainer and data: lightning-rl {themethod} --help_all."
         kwargs["skip"] = {*kwargs["skip"], "ckpt_path"}  # documented in `run_options`
         added = list(super().add_method_arguments(theclass, themethod, *args, **kwargs))
         self.add_function_arguments(run_options)
         if themethod == "predict":
             self.add_function_arguments(record_options)
-        self.add_argument("--help_all", action=_HelpAll, help="Show all options and exit.")
+        self.add_argument("--help_all", action="help", help="Show all options and exit.")
         return [*added, "ckpt_path"]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -153,60 +141,54 @@ class CommandParser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         os.chdir(self.folder)  # the parser reads a configuration in the folder of that file
-        parser = getattr(ex, "subcommand_parser", None) or self
-        program = parser.prog.replace(" [options]", "")
-        given = [(name.replace(".init_args", "").replace(".dict_kwargs", ""), x) for name, x in settings(self.given)]
-        classes, found = _chosen_classes(given)
-        types = dict.fromkeys(parser.get_defaults(skip_validation=True).keys(), Any)
-        for group, source in [*parser.sources, *classes]:
+        given = [*settings(self.given)]
+        classes, mistakes = _chosen_classes(given)
+        types: dict[str, Any] = {"seed_everything": bool | int}
+        for group, source in [*self.sources, *((option, cls) for option, _, cls in classes)]:
             types |= {f"{group}.{name}".removeprefix("."): hint for name, hint in types_of(source).items()}
-        found += _mistakes(given, types)
+        mistakes += _mistakes(given, {name: hint for name, hint in types.items() if name not in _BASES})
         # The parser names the first mistake only, and knows more: the other settings may be right.
-        text = (None if ex is None else error_message(ex)) or "\n".join(x for key, x in found if key in message)
-        lines = [f"lightning-rl: error: {text or message}", *missing_module(ex, self.given)]
-        if "subcommand" in types and "model" not in dict(given):
-            lines.append("To start: lightning-rl fit --config ppo/cartpole, or --model PPO --data.env_id CartPole-v1")
-        helps = [f"{program} {'--help_all' if 'trainer' in dict(parser.sources) else '--help'}"]
-        helps += [f"--{option}.help {_name_of(cls)}" for option, cls in dict(classes).items()]
-        sys.stderr.write("\n".join([*lines, f"All options: {', '.join(helps)}"]) + "\n")
+        text = "\n".join(text for key, text in mistakes if key in message) or message
+        text = (None if ex is None else error_message(ex)) or text
+        command = next(iter(self.given), "")
+        helps = [f"lightning-rl {command} --help_all" if command in TRAINER_COMMANDS else f"{self.prog} --help"]
+        helps += {option: f"--{option}.help {value}" for option, value, _ in classes}.values()
+        sys.stderr.write(f"lightning-rl: error: {text}\nAll options: {', '.join(helps)}\n")
         sys.exit(2)
 
 
-def _name_of(cls: type[Any]) -> str:
-    """Return the name of a class as options take it: classes of the user with their module."""
-    return cls.__name__ if cls.__module__.startswith("lightning_rl.") else f"{cls.__module__}.{cls.__qualname__}"
-
-
 def settings(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the options that arguments set, in configurations too, with their values: `("data.num_envs", 8)`."""
+    """Yield the options that arguments set, in configurations too, with their values: `("data.num_envs", 8)`.
+
+    An option that stands beside `class_path` instead of under `init_args` is named `model.class_path.gamma`.
+    """
     for argument, following in pairwise([*arguments, ""]):
         option, equals, value = argument.partition("=")
-        content = _content(value if equals else following)
-        if option in ("-c", "--config"):
-            for name, setting in _flat(content, ""):
-                command, _, rest = name.partition(".")
-                yield (rest if command in TRAINER_COMMANDS else name), setting
-        elif option.startswith("--"):
-            name = option.removeprefix("--").rstrip("+")
-            yield from _flat(content, name) if name in ("model", "data", "trainer") else [(name, content)]
+        if option == "-c" or option.startswith("--"):
+            name = "" if option in ("-c", "--config") else option.removeprefix("--").rstrip("+")
+            name = ".".join(part for part in name.split(".") if part not in _NO_PART)
+            yield from _flat(name, _content(name, value if equals else following))
 
 
-def _flat(content: Any, name: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - YAML
+def _flat(name: str, content: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - YAML
     if isinstance(content, dict):
         for key, value in content.items():
-            yield from _flat(value, f"{name}.{key}" if name else str(key))
+            beside = "class_path" in content and key not in ("class_path", *_NO_PART)
+            outer = f"{name}.class_path" if beside else name
+            yield from _flat(outer if key in _NO_PART else f"{outer}.{key}".removeprefix("."), value)
     elif isinstance(content, list) and name in _BASES:
         for entry in content:
-            yield from _flat(entry, name)
+            yield from _flat(name, entry)
     elif name:
         yield name, content
 
 
-def _content(value: str) -> Any:  # noqa: ANN401 - YAML
+def _content(name: str, value: str) -> Any:  # noqa: ANN401 - YAML
     """Return the content of a file or an argument; None if the parser will report an error in it."""
     try:
-        value = resolve(value)
-        return yaml.safe_load(Path(value).read_text() if Path(value).is_file() else value)
+        path = Path(value if name else resolve(value))
+        is_file = name in ("", "trainer", *_BASES) and path.is_file()
+        return yaml.safe_load(path.read_text() if is_file else value)
     except (OSError, ValueError, yaml.YAMLError):
         return None
 
@@ -216,25 +198,21 @@ def chooses_data_class(arguments: Sequence[str]) -> bool:
 
     If not, the options of `RolloutDataModule` are the options of `data` itself.
     """
-    chosen = ("data.class_path", "data.init_args")
-    return any(
-        name.startswith(chosen) or (name == "data" and isinstance(value, str)) for name, value in settings(arguments)
-    )
+    return any(name in ("data", "data.class_path") and isinstance(value, str) for name, value in settings(arguments))
 
 
-def _chosen_classes(given: Iterable[tuple[str, Any]]) -> tuple[list[tuple[str, type]], list[tuple[str, str]]]:
-    """Return the option and the class of each chosen class, and the value and a message for each that is none."""
+def _chosen_classes(given: Sequence[tuple[str, Any]]) -> tuple[list[tuple[str, str, type]], list[tuple[str, str]]]:
+    """Return option, value and class for each value that names a class, and value and message for each other value."""
     chosen, messages = [], []
     for name, value in given:
-        option = name.removesuffix(".class_path")
-        if option not in _BASES or not isinstance(value, str):
-            continue
-        known = {cls.__name__: cls for cls in _subclasses(_BASES[option])}
-        try:
-            chosen.append((option, known.get(value) or import_class(option, value, _BASES[option])))
-        except ConfigurationError as error:
-            hint = "" if "." in value else did_you_mean(value, known)
-            messages.append((value, f"{option}={value!r} is no known class{hint}" if hint else str(error)))
+        option = name.removesuffix(".class_path").removesuffix(".help")
+        if option in _BASES and isinstance(value, str):
+            known = {cls.__name__: cls for cls in _subclasses(_BASES[option])}
+            try:
+                chosen.append((option, value, known.get(value) or import_class(option, value, _BASES[option])))
+            except ConfigurationError as error:
+                hint = "" if "." in value else did_you_mean(value, known)
+                messages.append((value, f"{option}={value!r} is no known class{hint}" if hint else str(error)))
     return chosen, messages
 
 
@@ -242,17 +220,25 @@ def _subclasses(cls: type[Any]) -> list[type]:
     return [one for subclass in cls.__subclasses__() for one in (subclass, *_subclasses(subclass))]
 
 
-def _mistakes(given: Iterable[tuple[str, Any]], types: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the last part of the name and a message for each option that does not exist or has a wrong type."""
-    groups = {name.rpartition(".")[0] for name in types}
-    options = {name: hint for name, hint in types.items() if name not in groups}
+def _mistakes(given: Sequence[tuple[str, Any]], types: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield a part of the parser's message and a better one for each option that is unknown, wrong or missing."""
+    names = {name.removesuffix(".class_path") for name, _ in given}
+    if missing := [name for name in ("model", "data.env_id") if name not in names]:
+        start = "--config ppo/cartpole, or --model PPO --data.env_id CartPole-v1"
+        yield f".{missing[-1]}", f"{' and '.join(missing)} required: expected for example {start}"
     for name, value in given:
-        last = name.rpartition(".")[2]
-        if name in options and name not in _BASES:
-            if not _fits(value, options[name]):
-                yield last, f"{name}={value!r} is not valid: expected {_expected(options[name])}"
-        elif not (name in {*types, *groups} or last == "class_path" or any(name.startswith(f"{x}.") for x in options)):
-            yield last, f"{name}={value!r} is no option{did_you_mean(name, options)}"
+        group, _, last = name.rpartition(".")
+        shown = f"{name.replace('.class_path', '')}={value!r}"
+        if group.endswith(".class_path"):
+            yield last, f"{shown} is beside class_path: expected it under init_args"
+        elif name in _BASES or last in ("class_path", "help") or any(name.startswith(f"{x}.") for x in types):
+            continue
+        elif any(option.startswith(f"{name}.") for option in types):
+            yield last, f"{shown} is not valid: expected a dict of its options"
+        elif name not in types:
+            yield last, f"{shown} is no option{did_you_mean(name, types)}"
+        elif not _fits(value, types[name]):
+            yield last, f"{shown} is not valid: expected {_expected(types[name])}"
 
 
 def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401 - a type
@@ -260,10 +246,8 @@ def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401 - a type
     try:
         parser.add_argument("--value", type=hint)
         parser.parse_object({"value": value})
-    except ArgumentError:
-        return False
-    except ValueError:  # not a type that the parser can check
-        pass
+    except (ArgumentError, ValueError) as error:
+        return isinstance(error, ValueError)  # not a type that the parser can check
     return True
 
 
@@ -277,20 +261,3 @@ def _expected(hint: Any) -> str:  # noqa: ANN401 - a type
         return f"a list in brackets: [{_expected(parts[0])}, ...]"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a dict", NoneType: "null"}
     return words.get(origin, getattr(origin, "__name__", str(origin)))
-
-
-def as_list(given: _Word | list[_Word] | None) -> list[_Word]:
-    """Return a list, with one word if no list was given: `--record_as video` needs no brackets."""
-    return given if isinstance(given, list) else [] if given is None else [given]
-
-
-def relative(path: str | Path) -> str:
-    """Return a path as it can be typed in a shell, relative to the current folder if that contains it."""
-    path = Path(path).absolute()
-    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
-
-
-@rank_zero_only
-def say(message: str) -> None:
-    """Print a line, on the first rank only."""
-    print(message, flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import jsonargparse
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -13,18 +12,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_rl.checkpointing.run_folders import configurations, next_configuration
 from lightning_rl.tools.curves import RUN_FOLDER
 
-# The file must hold a null that replaces another default.
-_RENAMED = tuple(map(int, jsonargparse.__version__.split(".")[:2])) >= (4, 49)
-_KEEP_NULL = {"skip_unset" if _RENAMED else "skip_none": False}
-
 
 class SaveConfig(SaveConfigCallback):
     """Save the configuration of a training run in its folder; used again, it starts a new run."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save the configuration before training; evaluations save none."""
-        if stage == "fit":
-            super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Save the configuration beside the ones of earlier starts, unless it equals the last of these.
@@ -32,11 +22,10 @@ class SaveConfig(SaveConfigCallback):
         A log in another folder gets a file with the path of the run folder.
         """
         folder = Path(trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
         kept = self.config.clone()
         kept.ckpt_path, kept.resume_changes = None, "refuse"
-        text, earlier = str(self.parser.dump(kept, skip_validation=True, **_KEEP_NULL)), configurations(folder)
-        if not earlier or earlier[-1].read_text() != text:
+        text = str(self.parser.dump(kept, skip_validation=True, skip_unset=False))
+        if [earlier.read_text() for earlier in configurations(folder)[-1:]] != [text]:
             next_configuration(folder).write_text(text)
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger | TensorBoardLogger):

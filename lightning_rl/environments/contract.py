@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import ConfigurationError, ExplainedError
 
 MAX_RESTARTS_IN_A_ROW = 3
 """An environment that fails again after so many restarts without a completed step ends the run."""
@@ -29,7 +29,7 @@ LIFE_LOST = "lightning_rl/life_lost"
 """Key of the `info` of a step: a game that is evaluated as one episode lost a life and continues."""
 
 
-class EnvironmentFailure(RuntimeError):
+class EnvironmentFailure(ExplainedError, RuntimeError):
     """An environment raised, died, hung or returned an invalid value; the message names environment and step."""
 
 

@@ -6,11 +6,13 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 
 from lightning_rl.__about__ import __version__
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
@@ -19,12 +21,13 @@ from lightning_rl.tools.trained import (
     Score,
     config_file,
     config_of,
+    find_trained,
     load_algorithm,
     load_data,
     modules_named_in,
     play_episodes,
 )
-from lightning_rl.validation import ConfigurationError, check, how_to_install
+from lightning_rl.validation import ConfigurationError, as_list, check, how_to_install
 
 CHECKPOINT = "model.ckpt"
 SCORE = "score.json"
@@ -78,13 +81,13 @@ def make_hub_folder(
 
 def push_to_hub(
     repo_id: str,
-    ckpt_path: str | Path,
+    ckpt_path: str | Path = "last",
     *,
     config: str | Path | None = None,
     episodes: int = 10,
     private: bool = False,
     message: str | None = None,
-    trust: Sequence[str] = (),
+    trust: str | list[str] | None = None,
 ) -> str:
     """Play test episodes, upload the checkpoint with its score to the Hub, and return the address of the commit.
 
@@ -92,13 +95,15 @@ def push_to_hub(
     checkpoint, and in a configuration beside it, are trusted as in `lightning_rl.tools.trained.load_algorithm`.
 
     Args:
-        repo_id: `owner/name`; the repository is made if there is none.
-        ckpt_path: The checkpoint.
-        config: Configuration of the run; None takes the one in its folder, if there is one.
-        episodes: Number of episodes for the score.
+        repo_id: The repository, owner/name; created if it does not exist.
+        ckpt_path: The checkpoint: a file, or 'last' for the newest one or 'best' for the newest best one under runs;
+            with a `config`, of its algorithm and environment.
+        config: Configuration of the run; by default the one in its folder, if there is one.
+        episodes: Episodes to play for the score.
         private: Whether a new repository is private.
-        message: Commit message; by default with the environment steps of the policy.
-        trust: Packages whose modules may be imported: `["my_package"]`.
+        message: Message of the commit; by default with the environment steps of the policy.
+        trust: Packages, one or several as [a, b], whose modules the checkpoint and the configuration beside it may
+            name.
 
     Raises:
         ConfigurationError: The file is not a checkpoint of this package, its environment is unknown, a class in it is
@@ -108,14 +113,15 @@ def push_to_hub(
     _check_repo_id(repo_id)
     if hub.get_token() is None:  # before episodes are played
         raise ConfigurationError("not logged in to the Hub: expected `hf auth login`, or a token in HF_TOKEN")
-    trust = [trust] if isinstance(trust, str) else trust
-    model = load_algorithm(ckpt_path, "ckpt_path", trust=[*trust, *modules_named_in(config)])
-    data = load_data(ckpt_path, config, trust)
+    ckpt_path = find_trained(ckpt_path, config)
+    model = load_algorithm(ckpt_path, "ckpt_path", trust=[*as_list(trust), *modules_named_in(config)])
+    data = load_data(ckpt_path, config, as_list(trust))
     score, _ = play_episodes(model, data, episodes)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "repository"
         make_hub_folder(folder, ckpt_path, score, data.spec.env_id, config=config, repo_id=repo_id)
         api = hub.HfApi(library_name="lightning-rl", library_version=__version__)
+        rank_zero_info(f"Uploading {ckpt_path}")
         message = message or f"{type(model).__name__} after {model.env_steps} environment steps"
         with _hub_errors(repo_id):
             api.create_repo(repo_id, private=private, exist_ok=True)
@@ -126,9 +132,9 @@ def pull_from_hub(repo_id: str, *, revision: str | None = None, folder: str | Pa
     """Download a repository and return the path of its checkpoint, beside the other files.
 
     Args:
-        repo_id: `owner/name`.
-        revision: A branch, tag or commit; None is the newest.
-        folder: Folder for the files; None is the cache of `huggingface_hub`.
+        repo_id: The repository, owner/name.
+        revision: A branch, tag or commit; by default the newest.
+        folder: Folder for the files; by default the cache of the Hub.
 
     Raises:
         ConfigurationError: The download fails, or there is no checkpoint of this package in the repository.

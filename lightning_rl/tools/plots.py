@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lightning_rl.files import relative
 from lightning_rl.tools.comparisons import (
     Array,
     interval,
@@ -22,7 +23,7 @@ from lightning_rl.tools.comparisons import (
     probability_of_improvement,
 )
 from lightning_rl.tools.curves import Log, Series, Statistic, by_experiment, find_logs, joined, same_seed, summarize
-from lightning_rl.validation import ConfigurationError, check, check_positive_int, how_to_install
+from lightning_rl.validation import ConfigurationError, as_list, check, check_positive_int, how_to_install
 
 # By Okabe and Ito, for color-blind readers.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -235,20 +236,30 @@ def _caption(panels: Sequence[Panel], statistic: Statistic, confidence: float) -
 
 def draw_runs(
     runs: Sequence[str],
-    metrics: Sequence[str],
-    out: str,
-    *,
+    metric: str | list[str] = "rollout/episode_return",
     statistic: Statistic = "iqm",
     confidence: float = 0.95,
     columns: int = 3,
     kind: Kind = "curves",
-) -> list[Path]:
-    """Run the command `lightning-rl plot`, which documents the options; return the files.
+    out: str = "curves",
+) -> str:
+    """Run the command `lightning-rl plot` and return the names of the files.
 
     Each metric and environment has a panel. Warns of repeated seeds, and of runs that were resumed with other settings.
+
+    Args:
+        runs: Folders of runs or of several runs, each as `RUN` or `NAME=RUN`.
+        metric: Key of the metric in the log, or several as [a, b].
+        statistic: Interquartile mean or mean over seeds.
+        confidence: Confidence of the bootstrap interval over seeds.
+        columns: Maximum number of panels side by side.
+        kind: curves; or, of the last value of each run, profiles: the share of runs above each score, or improvement:
+            the probability that a run of one algorithm beats one of another.
+        out: File to write, .png, .svg or .pdf; without an ending both .png and .svg.
     """
-    paths = _files(out)  # before logs are read, which takes a while
-    check(kind == "curves" or len(metrics) == 1, "metric", list(metrics), f"a single one with kind={kind}")
+    paths, metrics = _files(out), as_list(metric)  # before logs are read, which takes a while
+    files = ", ".join(map(relative, paths))
+    check(kind == "curves" or len(metrics) == 1, "metric", metrics, f"a single one with kind={kind}")
     experiments = _experiments(runs)
     for warning in _warnings(experiments):
         print(f"WARNING: {warning}", file=sys.stderr)
@@ -262,10 +273,10 @@ def draw_runs(
             if len(environments) > 1:
                 scores, label = min_max_normalized(scores), f"{label}, 0 and 1 the extremes of each environment"
             draw_profiles(scores, paths, label=label, confidence=confidence)
-        return paths
+        return files
     panels = [panel for metric in metrics for panel in _panels(experiments, metric)]
     draw(panels, paths, statistic=statistic, confidence=confidence, columns=columns)
-    return paths
+    return files
 
 
 def _files(out: str) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,24 @@ def names() -> list[str]:
 
 
 def resolve(given: str) -> str:
-    """Return the file of a named configuration; return files and YAML text unchanged."""
-    algorithm, _, name = given.partition("/")
-    if not (algorithm.isidentifier() and name.isidentifier()) or Path(given).exists():
+    """Return the file of a named configuration; return files, URLs and YAML text unchanged.
+
+    Raises:
+        FileNotFoundError: There is neither a file nor a shipped configuration of this name.
+    """
+    if Path(given).exists() or any(sign in given for sign in ":{\n"):
         return given
     if given not in names():
-        near = difflib.get_close_matches(given, names(), cutoff=0.4)
-        known = f"like {', '.join(near)}" if near else f"one of {', '.join(names())}"
-        raise FileNotFoundError(f"config={given!r}: expected a file, or the name of a shipped configuration {known}")
+        near = ", ".join(difflib.get_close_matches(given, names(), cutoff=0.4) or ["ppo/cartpole"])
+        expected = f"a file, or the name of a shipped configuration like {near}"
+        raise FileNotFoundError(f"config={given!r} does not exist: expected {expected}")
     return str(folder() / f"{given}.yaml")
+
+
+def search_beside(config: str | None) -> None:
+    """Let Python find modules in the folder of a configuration, if it is a file."""
+    if config is not None and Path(config).is_file():
+        sys.path.append(str(Path(config).absolute().parent))
 
 
 class ActionConfig(ActionConfigFile):
@@ -48,4 +58,5 @@ class ActionConfig(ActionConfigFile):
                 read_yaml(resolved, "config")
         except (FileNotFoundError, ConfigurationError) as error:
             raise argparse.ArgumentError(None, str(error)) from error
+        search_beside(resolved)
         super().__call__(parser, cfg, resolved, option_string)  # type: ignore[no-untyped-call]

@@ -21,11 +21,13 @@ from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.data.evaluation import Evaluator
 from lightning_rl.data.recorded_episodes import RecordedEpisodes
 from lightning_rl.environments.seeding import TESTING
-from lightning_rl.files import check_intact, read_yaml
+from lightning_rl.files import check_intact, read_yaml, relative
 from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.options import nested
 from lightning_rl.tools.export.policy import (
     FOLDER_PATTERN,
+    PROGRAMS,
+    TOLERANCE,
     ExportFormat,
     ProgramName,
     check_folder,
@@ -33,7 +35,7 @@ from lightning_rl.tools.export.policy import (
     export_policy,
 )
 from lightning_rl.tools.shipped_configs import resolve
-from lightning_rl.validation import ConfigurationError, check_positive_int, import_class, loading
+from lightning_rl.validation import ConfigurationError, as_list, check_positive_int, import_class, loading
 
 _MAX_STEPS = 8
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
@@ -253,24 +255,42 @@ class _ObservedPolicy:
 
 
 def export_checkpoint(
-    path: Path,
-    format: ExportFormat,
-    output: str | Path | None,
-    programs: Sequence[ProgramName],
+    ckpt_path: str = "last",
+    format: ExportFormat = "onnx",
+    output: str | None = None,
+    programs: ProgramName | list[ProgramName] | None = None,
     config: str | None = None,
     episodes: int = 10,
-    trust: Sequence[str] = (),
-) -> tuple[Path, str, Score, int]:
-    """Run the command `lightning-rl export`; return folder, environment, score and number of compared steps."""
-    check_options(format, programs)
-    model = load_algorithm(path, "ckpt_path", trust=[*trust, *modules_named_in(config)])
+    trust: str | list[str] | None = None,
+) -> str:
+    """Run the command `lightning-rl export` and return its report.
+
+    Args:
+        ckpt_path: The checkpoint: a file, or 'last' for the newest one or 'best' for the newest best one under runs;
+            with --config, of its algorithm and environment.
+        format: onnx for any runtime of ONNX (extra onnx), or torch_export for PyTorch.
+        output: The folder; by default in `policies` beside checkpoints.
+        programs: greedy takes the mode of the policy, sampled draws from it; by default both.
+        config: Configuration of the run, for its environment; by default the one in the folder of the run.
+        episodes: Episodes to play for the score in the description.
+        trust: Packages, one or several as [a, b], whose classes and environments the checkpoint and the configuration
+            beside it may name; lightning_rl, torch, gymnasium and the packages in --config are trusted.
+    """
+    path = find_trained(ckpt_path, config)
+    names: list[ProgramName] = as_list(programs) or list(PROGRAMS)
+    check_options(format, names)
+    model = load_algorithm(path, "ckpt_path", trust=[*as_list(trust), *modules_named_in(config)])
     beside = path.absolute().parent.parent / "policies"
     folder = output or beside / f"{format}-{FOLDER_PATTERN.format(model.env_steps)}"
-    check_folder("output", folder, format, programs)  # before episodes are played, which takes a while
-    data = load_data(path, config, trust)
+    check_folder("output", folder, format, names)  # before episodes are played, which takes a while
+    data = load_data(path, config, as_list(trust))
     score, observations = play_episodes(model, data, episodes)
     env_id = data.spec.env_id
     written = export_policy(
-        model, folder, env_id, format=format, programs=programs, observations=observations, score=asdict(score)
+        model, folder, env_id, format=format, programs=names, observations=observations, score=asdict(score)
     )
-    return written, env_id, score, len(observations)
+    return (
+        f"{', '.join(names)} as {format} in {relative(written)}\n  policy:  {relative(path)}\n"
+        f"  score:   {score.mean:g} ± {score.std:g} in {score.episodes} episodes of {env_id}\n"
+        f"  checked: actions within {TOLERANCE:g} of the policy's on {len(observations)} steps of these"
+    )

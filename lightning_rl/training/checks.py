@@ -235,6 +235,7 @@ def check_spaces(model: Any, data: object) -> None:  # noqa: ANN401 - an algorit
 def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:  # noqa: ANN401
     """Check that a Trainer can train an algorithm on rollouts of shape `(T, B)` per rank; None: unknown shape."""
     refuse_tuners(trainer)
+    refuse_automatic_optimization(trainer)
     # XLA would cast the policy of the learner, but not the copy that acts.
     on_xla = "xla" in (model.device.type, trainer.strategy.root_device.type)
     precisions = ("32-true",) if on_xla else ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")

@@ -13,7 +13,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_rl import validation
 from lightning_rl.checkpointing.run_folders import configurations
-from lightning_rl.cli.commands import run_command
 from lightning_rl.cli.main import main
 from lightning_rl.tools.trained import config_of
 from tests import programs
@@ -219,7 +218,7 @@ def test_a_damaged_checkpoint_is_one_error_that_names_the_file(capsys):
         assert message.startswith(f"lightning-rl: error: {field}='{path}' is damaged or another kind of file (Bad CRC")
         assert files(Path("runs")) == before
     with pytest.raises(SystemExit) as exit_:
-        run_command(["export", f"--ckpt_path={best}"])
+        main(["export", f"--ckpt_path={best}"])
     assert exit_.value.code == 1
     (message,) = capsys.readouterr().err.splitlines()
     assert message.startswith(f"lightning-rl: error: ckpt_path='{best}' is damaged or another kind of file (Bad CRC")
@@ -288,7 +287,7 @@ def test_each_start_keeps_its_configuration_and_plot_says_that_a_run_changed(cap
     assert {(x["ckpt_path"], x["resume_changes"]) for x in settings} == {(None, "refuse")}
     assert config_of(RUN / "checkpoints/last.ckpt") == (RUN / "config-3.yaml").absolute()
     pytest.importorskip("matplotlib")
-    assert run_command(["plot", str(RUN), "--metric=train/entropy"])
+    main(["plot", str(RUN), "--metric=train/entropy"])
     warning = f"WARNING: {RUN}: resumed with other settings: model.init_args.gamma: 0.99 -> 0.9"
     assert capsys.readouterr().err.splitlines() == [warning]
 

@@ -15,7 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_rl import __main__ as program
-from lightning_rl.cli.commands import run_command
 from lightning_rl.cli.main import main
 from lightning_rl.tools import plots
 from lightning_rl.tools.curves import RUN_FOLDER, Series, by_experiment, find_logs, joined, summarize
@@ -307,7 +306,7 @@ def test_text_in_metrics_csv_is_one_short_error(content, message, in_tmp_path, c
     with pytest.raises(ConfigurationError, match=message):
         find_logs(in_tmp_path)
     with pytest.raises(SystemExit):
-        run_command(["plot", "."])
+        main(["plot", "."])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("lightning-rl: error: ") and len(line) < 300
     assert not Path("pwned").exists()

@@ -29,7 +29,7 @@ from lightning_rl.tools.export.program import (
     example_observations,
     export_program,
 )
-from lightning_rl.validation import check, check_can_make
+from lightning_rl.validation import ExplainedError, check, check_can_make
 
 ExportFormat = Literal["torch_export", "onnx"]
 """`torch_export` programs need PyTorch, `onnx` models any ONNX runtime."""
@@ -46,7 +46,7 @@ _SUFFIXES: dict[ExportFormat, str] = {"torch_export": ".pt2", "onnx": ".onnx"}
 _MAX_STEPS = _MAX_ROWS = 8
 
 
-class RoundTripError(RuntimeError):
+class RoundTripError(ExplainedError, RuntimeError):
     """An exported program does not act like the policy; nothing was written."""
 
 
