@@ -212,7 +212,7 @@ def test_plot_command_draws_a_panel_per_environment(in_tmp_path, monkeypatch, ca
         write_run(Path(f"other/version_{seed}"), [seed + 2], seed, gamma=0.5)
     write_run(Path("runs/acrobot"), [-500, -80], env_id="Acrobot-v1")
     plot(monkeypatch, "runs", "mine=other")
-    assert capsys.readouterr().out.split() == ["curves.png", "curves.svg"]
+    assert capsys.readouterr().out == "Done: curves.png, curves.svg\n"
     height, width, _ = imageio.v3.imread("curves.png").shape
     assert width > height > 500
     text = re.findall(r">([^<>\n]+)</text>", Path("curves.svg").read_text())

@@ -111,7 +111,7 @@ def test_run_configuration_has_precedence_over_checkpoint(run, checkpoint, tmp_p
     with pytest.raises(ConfigurationError, match=r"other\.yaml.*num_env"):
         load_data(checkpoint, tmp_path / "other.yaml")
     assert load_data(checkpoint, "ppo/acrobot").spec.env_id == "Acrobot-v1"
-    with pytest.raises(ConfigurationError, match=r"config='ppo/acrobat': expected a file, or the name of a shipped"):
+    with pytest.raises(ConfigurationError, match=r"config='ppo/acrobat' does not exist: expected a file, or the name"):
         load_data(checkpoint, "ppo/acrobat")
     with pytest.raises(ConfigurationError, match=r"config='nowhere\.yaml' does not exist"):
         load_data(checkpoint, "nowhere.yaml")
