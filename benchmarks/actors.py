@@ -1,12 +1,12 @@
-"""Time IMPALA on CartPole with asynchronous actors and without, in alternation, and print one line of JSON.
+"""Time IMPALA on CartPole with and without asynchronous actors, in alternation, and print one line of JSON.
 
     OMP_NUM_THREADS=1 python benchmarks/actors.py --actors 2 --pairs 3
 
-Rollouts are a batch of the paper, 32 unrolls of 20 steps, unless others are asked for. Environment steps per second of
-wall time, after some untimed rollouts; and the CPU time of learner and actors for a step, which says what to expect on
-another number of cores. `--share` measures instead which share of its time an actor spends in the policy, for a small
-network and for that of Atari games: what inference for many actors at once, in one process, could save at the most.
-`--save` keeps the result in `benchmarks/results/actors/`.
+By default a rollout is one batch of the paper: 32 unrolls of 20 steps. The result has environment steps per second of
+wall time, without the first rollouts, and the CPU time per step of learner and actors, from which the speed on another
+number of cores can be estimated. `--share` instead measures the share of an actor's time that the policy takes, for a
+small network and for the network of Atari games. This share limits what a common inference process for several actors
+could save. `--save` writes the result to `benchmarks/results/actors/`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run(num_actors: int, args: argparse.Namespace) -> dict[str, float]:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Train with and without actors, by turns."""
+    """Train with and without actors, in alternation."""
     runs = [run(count, args) for _ in range(args.pairs) for count in (0, args.actors)]
     rates = [one["steps_per_second"] for one in runs]
     ratios = [round(b / a, 3) for a, b in zip(rates[::2], rates[1::2], strict=True)]
@@ -83,7 +83,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def acting(env_id: str, num_envs: int, length: int, rollouts: int) -> dict[str, Any]:
-    """Return which share of its CPU time an actor spends in the policy, and what larger batches save of it."""
+    """Return the share of an actor's CPU time that the policy takes, and how much of it larger batches save."""
     data = RolloutDataModule(env_id, num_envs=num_envs, rollout_length=length, seed=0)
     torch.manual_seed(0)
     policy = ActorCritic(data.observation_space, data.action_space)
@@ -123,7 +123,7 @@ def acting(env_id: str, num_envs: int, length: int, rollouts: int) -> dict[str, 
 
 
 def _forward(policy: ActorCritic, data: RolloutDataModule, size: int, repeats: int = 60) -> float:
-    """Return CPU seconds of choosing actions for `size` observations, the median of some."""
+    """Return the median CPU seconds to choose actions for `size` observations."""
     space = data.observation_space
     rows = torch.stack([torch.from_numpy(space.sample()) for _ in range(size)])
     act, seconds = ActorCritic.act, []
@@ -136,7 +136,7 @@ def _forward(policy: ActorCritic, data: RolloutDataModule, size: int, repeats: i
 
 
 def share() -> dict[str, Any]:
-    """Measure the policy's share for a small network and for that of Atari games."""
+    """Measure the policy's share of an actor's time for a small network and for the network of Atari games."""
     cases = [("CartPole-v1", 8, 16, 100), ("ALE/Pong-v5", 8, 16, 4)]
     return {"actors": [acting(*case) for case in cases]}
 
@@ -144,10 +144,12 @@ def share() -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--prefetch", type=int, help="rollouts that each may be ahead, unless as by default")
+    parser.add_argument(
+        "--prefetch", type=int, help="rollouts per actor that are ready or in progress; default: as in the package"
+    )
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--rollouts", type=int, default=300)
-    parser.add_argument("--num_envs", type=int, default=32, help="in each rollout")
+    parser.add_argument("--num_envs", type=int, default=32, help="environments of each actor")
     parser.add_argument("--rollout_length", type=int, default=20)
     parser.add_argument("--share", action="store_true", help="measure the policy's share of an actor's time")
     add_saving(parser)

@@ -1,9 +1,8 @@
-"""Where the time of a workload goes: `OMP_NUM_THREADS=1 python benchmarks/breakdown.py W1 --steps 100000`.
+"""Measure where the time of a workload goes: `OMP_NUM_THREADS=1 python benchmarks/breakdown.py W1 --steps 100000`.
 
-Runs the workload under the plain Trainer with timers around the parts of collecting and learning, each charged for what
-it does itself and not for the timed parts that it calls, in CPU time. The timers cost about a microsecond a call, which
-the parts around them carry. With `--save after` the result goes to `benchmarks/results/throughput/`, for the table of
-before and after in README.md.
+Runs the workload under the plain Trainer with timers around the parts of collecting and learning, in CPU time. The time
+of a part excludes the timed parts that it calls. A timer costs about a microsecond per call, which counts for the part
+around it. `--save after` writes the result to `benchmarks/results/throughput/`, for the table in README.md.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ PARTS: list[Part] = [
     (FlatAdam, "step_alone", "update: optimiser"),
     (RolloutMetrics, "add_rollout", "logging"),
 ]
-# Of losses with a graph.
+# For losses with an autograd graph.
 WITH_GRAPH: list[Part] = [
     (PPO, "loss", "update: loss"),
     (ActorCritic, "forward", "update: forward pass"),
@@ -73,7 +72,7 @@ class Timers:
         self._inner = [0.0]
 
     def wrap(self, owner: Any, attribute: str, name: str) -> None:  # noqa: ANN401
-        """Replace a method of a class by one that is timed."""
+        """Replace a method of a class by a timed one."""
         method: Callable[..., Any] = getattr(owner, attribute)
 
         @functools.wraps(method)
@@ -92,7 +91,7 @@ class Timers:
 
 
 class TimedPart(measure.Clock):
-    """Forgets what the timers say of the untimed rollouts."""
+    """Resets the timers after the untimed rollouts."""
 
     def __init__(self, timers: Timers) -> None:
         super().__init__()
@@ -135,7 +134,7 @@ def breakdown(args: argparse.Namespace) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     measure.add_arguments(parser)
-    parser.add_argument("--save", choices=["before", "after"], help="keep the result as that of before or after")
+    parser.add_argument("--save", choices=["before", "after"], help="write the result for this column of the table")
     arguments = parser.parse_args()
     if "actors" in measure.WORKLOADS[arguments.workload]:
         parser.error(f"workload={arguments.workload!r}: expected one that runs in a single process")

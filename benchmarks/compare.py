@@ -1,16 +1,16 @@
-"""Time this package and a peer in alternation on one thread, and keep every pair.
+"""Time this package and a peer in alternation on one thread, and store every pair of runs.
 
     python benchmarks/compare.py W1 sb3
     python benchmarks/compare.py W1 sb3 --backend native
     python benchmarks/compare.py W3 rl_games --compiled
 
-Ours, theirs, ours, theirs …: what else the machine does meanwhile meets both. Each run is a process of its own; the
-ratio of each pair is ours / theirs, and the median over pairs is what is reported; CPU time is that of all processes
-where a workload has actors. The peer runs in the virtual environment `$PEERS_VENVS/<peer>` (default `~/peers-venvs`),
-which has `benchmarks/peers/requirements-<peer>.txt` installed, on Gymnasium's synchronous environments; `--backend` is
-what ours run on, `--plain` switches their fast paths off. The result goes to
-`benchmarks/results/throughput/<workload>-<peer>[-<backend>][-compiled][-plain].json`, a pair at a time: started again,
-it goes on where it was, unless the package has changed since.
+The runs alternate between both packages, so that other load on the machine affects both. Each run is a separate
+process. The ratio of a pair is this package / peer, and the reported ratio is the median over pairs. The CPU time of a
+workload with actors includes all processes. The peer runs on Gymnasium's synchronous environments, in the virtual
+environment `$PEERS_VENVS/<peer>` (default `~/peers-venvs`) with `benchmarks/peers/requirements-<peer>.txt`. `--backend`
+sets the backend of this package, and `--plain` disables its fast paths. Each pair is added to
+`benchmarks/results/throughput/<workload>-<peer>[-<backend>][-compiled][-plain].json`. A second start continues there,
+unless the package has changed in between.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from record import RESULTS, ROOT, hardware, source, versions, write_json
 
-# What each peer has a driver for: the workloads that it can do, and the script.
+# For each peer its supported workloads, and the script.
 PEERS = {
     "sb3": (("W1", "W2", "W3"), "sb3_ppo.py"),
     "skrl": (("W1", "W2", "W3"), "skrl_ppo.py"),
@@ -44,7 +44,7 @@ PEERS = {
     "jax": (("W1",), "jax_ppo.py"),
     "pufferlib": (("W1",), "pufferlib_ppo.py"),
 }
-# Long enough for rates that differ by a few per cent between runs, short enough for five pairs in minutes.
+# Long enough for a spread of a few per cent between runs, short enough for five pairs within minutes.
 STEPS = {"W1": 100_000, "W2": 24_576, "W3": 5_120, "W4": 16_384, "W5": 65_536, "W6": 32_000}
 TIMEOUT = 7200
 """Seconds after which a run is taken for hung: many times what any takes."""
@@ -52,17 +52,17 @@ TIMEOUT = 7200
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared.
+    """What is compared, and how.
 
     Attributes:
-        workload: Of `workloads.json`.
-        peer: Against whom.
-        backend: What our environments are stepped by; the peer's are Gymnasium's synchronous ones.
-        compiled: Whether ours compiles its losses.
-        plain: Whether ours runs without fast paths.
-        pairs: How many runs of either side, in alternation.
-        steps: Of each run; None: those of `STEPS`.
-        folder: Where the result is kept.
+        workload: Name in `workloads.json`.
+        peer: Name of the other package.
+        backend: Backend of this package; the peer has Gymnasium's synchronous environments.
+        compiled: Whether this package compiles its losses.
+        plain: Whether the fast paths of this package are disabled.
+        pairs: Number of runs of either package.
+        steps: Environment steps of each run; None takes the number in `STEPS`.
+        folder: Folder of the result.
     """
 
     workload: str
@@ -76,7 +76,7 @@ class Comparison:
 
     @property
     def variant(self) -> str:
-        """How ours differs from the plain one, in a word; empty where it does not."""
+        """The setting of this package in a word; empty for the default."""
         backend = [] if self.backend == "sync" else [self.backend]
         return "-".join(backend + ["compiled"] * self.compiled + ["plain"] * self.plain)
 
@@ -87,7 +87,7 @@ class Comparison:
         return self.folder / f"{name}.json"
 
     def commands(self, seed: int, python: str) -> tuple[list[str], list[str]]:
-        """Return the command lines of ours and theirs."""
+        """Return the command lines of this package and of the peer."""
         here = ROOT / "benchmarks"
         common = [self.workload, "--steps", str(self.steps or STEPS[self.workload]), "--seed", str(seed)]
         ours = [sys.executable, str(here / "throughput.py"), *common, "--backend", self.backend]
@@ -101,10 +101,10 @@ def interpreter(peer: str) -> Path:
 
 
 def run(command: list[str]) -> dict[str, Any]:
-    """Run a driver on one thread and return its last line.
+    """Run a driver on one thread and return the JSON of its last line.
 
     Raises:
-        RuntimeError: It failed, with what it wrote, or was not done in time.
+        RuntimeError: The driver failed, with its output, or exceeded the time limit.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
@@ -118,7 +118,7 @@ def run(command: list[str]) -> dict[str, Any]:
 
 
 def done_before(comparison: Comparison, digest: str) -> list[dict[str, Any]]:
-    """Return the runs that are kept of the package as it is now, ours and theirs in alternation."""
+    """Return the stored runs of the current version of the package: this package and the peer in alternation."""
     if not comparison.path.exists():
         return []
     kept = json.loads(comparison.path.read_text())
@@ -129,7 +129,7 @@ def done_before(comparison: Comparison, digest: str) -> list[dict[str, Any]]:
 
 
 def seconds_of_pair(comparison: Comparison) -> float | None:
-    """Return how long a pair takes, by those that are kept of any version of the package; None where there are none."""
+    """Return the seconds that stored pairs of any version of the package took; None without stored pairs."""
     if not comparison.path.exists():
         return None
     runs = json.loads(comparison.path.read_text())["runs"]
@@ -139,7 +139,7 @@ def seconds_of_pair(comparison: Comparison) -> float | None:
 
 
 def compare(comparison: Comparison) -> dict[str, Any]:
-    """Run the pairs that are missing, with seeds 1, 2, …, keep each at once, and return everything."""
+    """Run the missing pairs with seeds 1, 2, …, store each at once, and return all pairs."""
     provenance = source()
     runs = done_before(comparison, provenance["package_sha256"])
     python = str(interpreter(comparison.peer))
@@ -155,7 +155,7 @@ def compare(comparison: Comparison) -> dict[str, Any]:
 
 
 def summary(comparison: Comparison, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return medians and ratios of runs, ours and theirs in alternation."""
+    """Return medians and ratios of runs of this package and the peer in alternation."""
     ours, theirs = runs[::2], runs[1::2]
     result: dict[str, Any] = {
         "workload": comparison.workload,
@@ -180,8 +180,8 @@ if __name__ == "__main__":
     parser.add_argument("workload", choices=sorted(STEPS))
     parser.add_argument("peer", choices=sorted(PEERS))
     parser.add_argument("--backend", choices=["sync", "native", "torch", "envpool"], default="sync")
-    parser.add_argument("--compiled", action="store_true", help="compile our losses")
-    parser.add_argument("--plain", action="store_true", help="without fast paths")
+    parser.add_argument("--compiled", action="store_true", help="compile the losses of this package")
+    parser.add_argument("--plain", action="store_true", help="disable the fast paths of this package")
     parser.add_argument("--steps", type=int, help="environment steps of each run")
     parser.add_argument("--pairs", type=int, default=5)
     asked = Comparison(**vars(parser.parse_args()))

@@ -1,11 +1,12 @@
 """Run every comparison of `benchmarks/README.md`, one after another: `python benchmarks/compare_all.py`.
 
-The two fastest peers of a workload meet ours in five pairs, the others in one. What is kept already of the package as
-it is now is not run again, so that an interrupted run goes on where it was; a pair that fails is told of and left out.
+Each workload is compared with its two fastest peers in five pairs, and with other peers in one pair. Stored results of
+the current version of the package are not measured again, so an interrupted run can be continued. A pair that fails is
+printed and left out.
 
-    python benchmarks/compare_all.py --list             what would be run, what is kept, how long the others take
+    python benchmarks/compare_all.py --list             print missing and stored comparisons, and the time they take
     python benchmarks/compare_all.py --workloads W1 W4  some workloads only
-    python benchmarks/compare_all.py --pairs 1          a quick look
+    python benchmarks/compare_all.py --pairs 1          a quick comparison
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 from compare import PEERS, STEPS, Comparison, compare, done_before, interpreter, seconds_of_pair
 from record import RESULTS, source
 
-# In pairs: against the two that have been seen to be the fastest, and what else ours are run with against the first of
-# them. rl_games compiles its model on images, and so do ours beside it.
+# In pairs: the two fastest peers, and further settings of this package against the first of them. rl_games compiles its
+# model on images; in this comparison, this package compiles too.
 IN_PAIRS: dict[str, list[dict[str, Any]]] = {
     "W1": [
         {"peer": "skrl"},
@@ -40,7 +41,7 @@ IN_PAIRS: dict[str, list[dict[str, Any]]] = {
     "W5": [{"peer": "ding"}],
     "W6": [{"peer": "torchbeast"}, {"peer": "torchbeast", "backend": "native"}],
 }
-# Once, besides the other peers.
+# In one pair, besides the other peers.
 ONCE: dict[str, list[dict[str, Any]]] = {
     "W1": [{"peer": "skrl", "backend": "envpool"}, {"peer": "jax", "backend": "torch", "compiled": True}],
     "W3": [{"peer": "rl_games"}, {"peer": "rl_games", "compiled": True, "backend": "envpool"}],
@@ -48,7 +49,7 @@ ONCE: dict[str, list[dict[str, Any]]] = {
 
 
 def plan(workloads: Sequence[str], pairs: int) -> list[Comparison]:
-    """Return the comparisons of these workloads, the most telling first."""
+    """Return the comparisons of these workloads, the most important first."""
     in_pairs = [Comparison(workload, pairs=pairs, **how) for workload in workloads for how in IN_PAIRS[workload]]
     met = {(comparison.workload, comparison.peer) for comparison in in_pairs}
     others = [
@@ -62,11 +63,11 @@ def plan(workloads: Sequence[str], pairs: int) -> list[Comparison]:
 
 
 def main() -> int:
-    """Run the plan; return 1 if something in it failed."""
+    """Run the plan; return 1 if a comparison failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=sorted(STEPS), default=sorted(STEPS))
     parser.add_argument("--peers", nargs="+", choices=sorted(PEERS), default=sorted(PEERS))
-    parser.add_argument("--pairs", type=int, default=5, help="against the fastest peers")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs with the fastest peers")
     parser.add_argument("--steps", type=int, help="environment steps of each run")
     parser.add_argument("--out", type=Path, default=RESULTS / "throughput", help="folder of the results")
     parser.add_argument("--list", action="store_true", help="run nothing")

@@ -13,7 +13,7 @@ from typing import Any
 
 from record import ROOT
 
-# Code that a run only starts, shows, logs or exports with, by the name of a file or folder.
+# Files and folders whose code only starts, displays, logs or exports a run.
 NOT_COMPUTING = {
     *("__init__", "__main__", "__about__", "cli", "callbacks", "tools"),
     *("observing", "warning_filters"),
@@ -21,7 +21,7 @@ NOT_COMPUTING = {
 
 
 class _OnlyCode(ast.NodeTransformer):
-    """Removes imports and docstrings; a string that stands alone is a docstring of something."""
+    """Removes imports, docstrings and other strings that are statements."""
 
     def visit_Import(self, node: ast.Import) -> None:
         """Remove the import: it names the module that holds the code."""

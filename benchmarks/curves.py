@@ -28,14 +28,14 @@ CURVES = {
 
 
 def draw(path: Path = FIGURE, results: Path = RESULTS, algorithm: str = "*") -> None:
-    """Write a figure with a panel for each configuration: returns of training and of evaluation against steps."""
+    """Write a figure with a panel for each configuration: training and evaluation returns against steps."""
     goals: dict[str, float] = json.loads(GOALS.read_text())
     panels = [panel(name, runs, goals.get(name)) for name, runs in sorted(load_scores(results, algorithm).items())]
     plots.draw(panels, [path], statistic="iqm", columns=min(4, len(panels)), shared_legend=True)
 
 
 def compare(path: Path = COMPARED, results: Path = RESULTS) -> None:
-    """Write a figure of two algorithms on one environment, as `lightning-rl plot` draws it of their logs."""
+    """Write a figure of two algorithms on one environment, as `lightning-rl plot` draws it."""
     scores, key = load_scores(results), "rollout/episode_return"
     compared = [
         plots.Curve(name, [Series(*np.array(run["curve"][key], float).T) for run in scores[f"{name.lower()}/cartpole"]])

@@ -1,13 +1,13 @@
-"""What each part of `lightning_rl/fast/` is worth: the workloads with one part after the other switched off.
+"""Measure the gain of each part of `lightning_rl/fast/`: run workloads with one part after another disabled.
 
     OMP_NUM_THREADS=1 python benchmarks/fast_paths.py W1 --backend native --steps 60000 --repeats 3
     OMP_NUM_THREADS=1 python benchmarks/fast_paths.py W2 --steps 30720 --repeats 3 --save
     OMP_NUM_THREADS=1 python benchmarks/fast_paths.py W5 --variants all "fast_paths: none" "fast_paths: compiled"
 
-Each run is a process of its own. The variants alternate, and all are repeated, so that other load meets every one of
-them. `--variants` chooses some of them, of which one is `all`. The figure of a run is microseconds of CPU time per
-environment step in the quarter of its quickest rollouts; the figure of a variant is the least of its runs. `--save`
-keeps the table in `benchmarks/results/throughput/`.
+Each run is a separate process. The variants alternate and are repeated, so that other load on the machine affects all
+of them. `--variants` selects variants; `all` must be among them. The result of a run is microseconds of CPU time per
+environment step in the fastest quarter of its rollouts, and the result of a variant is the minimum over its runs.
+`--save` writes the table to `benchmarks/results/throughput/`.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def with_hooks() -> None:
 
 
 def without_actor() -> None:
-    """Act by PyTorch."""
+    """Choose actions by PyTorch."""
     fast.actor = lambda policy: None  # type: ignore[assignment]
 
 
 def without_flat_adam() -> None:
-    """Step by PyTorch's fused Adam, each parameter by itself."""
+    """Step with PyTorch's fused Adam, one tensor per parameter."""
     adam = torch.optim.Adam
     fast.FlatAdam.vectors = lambda optimizer: [  # type: ignore[method-assign]
         parameter for group in optimizer.param_groups for parameter in group["params"]
@@ -89,7 +89,7 @@ def run_here(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, variant: str, seed: int) -> float:
-    """Run one variant in a process of its own, and return its microseconds per step.
+    """Run one variant in a separate process, and return its microseconds per step.
 
     Raises:
         RuntimeError: The run failed.
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace, variant: str, seed: int) -> float:
 
 
 def table(found: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
-    """Return the least of each variant's runs, and by how much it exceeds that of all fast paths."""
+    """Return the minimum of each variant's runs, and its difference from the variant with all fast paths."""
     least = {name: min(runs) for name, runs in found.items()}
     return {
         name: {"microseconds_per_step": best, "more": round(best / least["all"] - 1, 3), "runs": found[name]}
@@ -119,7 +119,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=["sync", "native"], default="sync")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each variant")
     parser.add_argument(
-        "--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="compare these alone"
+        "--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="variants to compare"
     )
     parser.add_argument("--only", choices=list(VARIANTS), help="run one variant once, in this process")
     parser.add_argument("--save", action="store_true", help="keep the result")

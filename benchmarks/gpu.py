@@ -1,9 +1,9 @@
-"""Measure PPO on one device with everything on it: `python benchmarks/gpu.py --save`.
+"""Measure PPO with environments, acting and learning on one device: `python benchmarks/gpu.py --save`.
 
-Three parts, in the same sizes: training CartPole in torch under the Trainer, with losses compiled and not; acting and
-stepping alone; and a gradient step on a minibatch alone (forward, loss, backward, clipping, Adam). The latter two are
-timed eager, compiled by `torch.compile` (the loss), and replayed as one CUDA graph. Without a card it runs on the CPU,
-where there are no graphs: small sizes then show that it works, and nothing else.
+Three measurements in the same sizes: training on CartPole in torch under the Trainer, with and without compiled losses;
+acting and stepping alone; and one gradient step on a minibatch alone (forward, loss, backward, clipping, Adam). The
+last two are timed uncompiled, with a loss compiled by `torch.compile`, and replayed as one CUDA graph. Without a GPU
+the script runs on the CPU, without graphs; use small sizes there, to check that it works.
 
     python benchmarks/gpu.py --num_envs 16 --rollout_length 8 --rollouts 1 --repeats 2
     python benchmarks/gpu.py --images           the gradient step of a Nature CNN on frames instead
@@ -33,7 +33,7 @@ _WARM_UP = 3
 
 
 def seconds_of(work: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Return the wall seconds of one call, averaged over many, after some that are not timed."""
+    """Return the mean wall seconds of a call, after some untimed calls."""
     for _ in range(_WARM_UP):
         work()
     _wait(device)
@@ -45,7 +45,7 @@ def seconds_of(work: Callable[[], object], repeats: int, device: torch.device) -
 
 
 def graphed(work: Callable[[], object], *generators: torch.Generator) -> Callable[[], None]:
-    """Return what replays `work` as one CUDA graph: it reads and writes the same tensors each time."""
+    """Return a function that replays `work` as one CUDA graph, which reads and writes the same tensors each time."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -61,7 +61,7 @@ def graphed(work: Callable[[], object], *generators: torch.Generator) -> Callabl
 
 
 class GradientStep:
-    """One minibatch of PPO on random rows that stay where they are."""
+    """One gradient step of PPO on a minibatch of random rows in fixed tensors."""
 
     def __init__(self, policy: ActorCritic, observations: Tensor, num_actions: int, compiled: bool) -> None:
         rows, device = len(observations), observations.device
@@ -87,7 +87,7 @@ class GradientStep:
 
 
 class ActAndStep:
-    """Choose actions and step CartPole, from and to the same tensors."""
+    """Choose actions and step CartPole, in fixed tensors."""
 
     def __init__(self, policy: ActorCritic, num_envs: int, device: torch.device) -> None:
         self.policy = policy
@@ -139,12 +139,12 @@ def training(args: argparse.Namespace, device: torch.device, compiled: bool) -> 
 
 
 def ways(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return how losses are computed."""
+    """Return the ways in which losses are computed."""
     return ("eager",) if args.eager else ("eager", "compiled")
 
 
 def parts(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Return microseconds of a gradient step, and of acting and stepping, in every way that the device has."""
+    """Return microseconds of a gradient step, and of acting and stepping, in every way that the device supports."""
     torch.manual_seed(0)
     env = torch_cartpole.TorchCartPole()
     space, actions = env.single_observation_space, env.single_action_space
@@ -178,9 +178,9 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num_envs", type=int, default=4096)
     parser.add_argument("--rollout_length", type=int, default=32)
-    parser.add_argument("--rollouts", type=int, default=20, help="that are timed under the Trainer")
-    parser.add_argument("--repeats", type=int, default=200, help="of what is timed alone")
-    parser.add_argument("--images", action="store_true", help="a gradient step on frames, and no training")
+    parser.add_argument("--rollouts", type=int, default=20, help="timed rollouts under the Trainer")
+    parser.add_argument("--repeats", type=int, default=200, help="timed calls of single parts")
+    parser.add_argument("--images", action="store_true", help="measure a gradient step on frames, without training")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_saving(parser)
@@ -188,7 +188,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure_all(args: argparse.Namespace) -> dict[str, Any]:
-    """Return everything that was asked for."""
+    """Return all requested measurements."""
     device = torch.device(args.device)
     sizes = {name: getattr(args, name) for name in ("num_envs", "rollout_length")}
     found: dict[str, Any] = {"device": device.type, **sizes, "microseconds": parts(args, device)}

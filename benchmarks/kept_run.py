@@ -1,11 +1,11 @@
-"""A training run in a folder of its own, which any number of processes continue where the last one was killed.
+"""A training run in a separate folder, which any process can continue after the previous one was killed.
 
-The folder holds plain files:
+The folder contains plain files:
 
-* `identity.json`: what the numbers of the run depend on. If any of it changed, the run begins again.
-* `history.jsonl`: a line for each start, with its commit, and for each pause and end that the queue saw.
-* `progress.json`: environment steps and speed, a few seconds old at most.
-* `version_<n>/checkpoints/`, `log/start<n>/metrics.csv`, `final.ckpt`: checkpoints, a log of each start, the end.
+* `identity.json`: the inputs that determine the numbers of the run. If one of them changes, the run starts again.
+* `history.jsonl`: a line for each start, with its commit, and for each pause and end that the queue observed.
+* `progress.json`: environment steps and speed, updated every few seconds.
+* `version_<n>/checkpoints/`, `log/start<n>/metrics.csv`, `final.ckpt`: checkpoints, a log per start, the final state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RATE_SECONDS = 60.0
 
 
 def claim(folder: Path, config: Path, overrides: list[str]) -> None:
-    """Prepare the folder of a run; remove what an earlier run left there if it would have given other numbers."""
+    """Prepare the folder of a run; delete an earlier run in it that had other inputs."""
     settings = json.dumps([yaml.safe_load(config.read_text()), overrides], sort_keys=True)
     identity = {"computation": digest(), "settings": hashlib.sha256(settings.encode()).hexdigest()} | versions()
     path = folder / "identity.json"
@@ -42,7 +42,7 @@ def claim(folder: Path, config: Path, overrides: list[str]) -> None:
 
 
 def arguments(folder: Path) -> list[str]:
-    """Return the arguments of `lightning-rl fit` that save a run every minute, and continue it."""
+    """Return the arguments of `lightning-rl fit` that save a run every minute and resume it."""
     return [
         *("--ckpt_path", "last"),
         *("--trainer.callbacks+", "lightning_rl.LastCheckpoint"),
@@ -59,23 +59,23 @@ def new_log(folder: Path) -> str:
 
 
 def logs(folder: Path) -> list[tuple[Path, float]]:
-    """Return the log of each start, and the environment steps up to which the run kept what is in it."""
+    """Return the log of each start, and the environment steps up to which the run kept its entries."""
     starts = [event for event in history(folder) if event["event"] == "start"]
     ends = [*(event["env_steps"] for event in starts[1:]), float("inf")]
-    # A later start can go back behind an earlier one, whose checkpoint was damaged.
+    # If the last checkpoint was damaged, a later start resumes from an earlier step than the start before.
     kept = [min(ends[number:]) for number in range(len(ends))]
     return [(folder / "log" / start["log"] / "metrics.csv", end) for start, end in zip(starts, kept, strict=False)]
 
 
 def training_seconds(trainer: Trainer) -> dict[str, float]:
-    """Return wall and CPU seconds of all starts of a run, without what was lost by kills."""
+    """Return wall and CPU seconds of all starts of a run, without work that kills discarded."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     [clock] = [callback for callback in callbacks if isinstance(callback, RunClock)]
     return clock.seconds
 
 
 class RunClock(Callback):
-    """Records starts and progress of a run, and adds up the time of the training that its checkpoints hold.
+    """Records starts and progress of a run, and sums the training time that its checkpoints include.
 
     Args:
         folder: Folder of the run.
@@ -83,7 +83,7 @@ class RunClock(Callback):
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
-        self._source = source()  # the code that was imported, whatever happens to the files later
+        self._source = source()  # the imported code; the files may change later
         self._before = {"wall": 0.0, "cpu": 0.0}
         self._start = self._now()
         self._recent: deque[tuple[float, int]] = deque()
@@ -94,7 +94,7 @@ class RunClock(Callback):
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Wall and CPU seconds of the training so far, without what was lost by kills."""
+        """Wall and CPU seconds of the training so far, without work that kills discarded."""
         now = self._now()
         return {name: round(self._before[name] + now[name] - self._start[name], 2) for name in now}
 
@@ -103,11 +103,11 @@ class RunClock(Callback):
         return self.seconds
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there."""
+        """Restore the time so far."""
         self._before = dict(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write down the start."""
+        """Record the start."""
         env_steps = int(pl_module.env_steps)  # type: ignore[arg-type]
         log = Path(trainer.log_dir or "").name
         commit = {name: self._source[name] for name in ("commit", "dirty")}
@@ -116,12 +116,12 @@ class RunClock(Callback):
         self._report(env_steps)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
-        """Write down the progress."""
+        """Record the progress."""
         if time.monotonic() - self._recent[-1][0] >= _PROGRESS_SECONDS:
             self._report(int(pl_module.env_steps))  # type: ignore[arg-type]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write down the last progress."""
+        """Record the final progress."""
         self._report(int(pl_module.env_steps))  # type: ignore[arg-type]
 
     def _report(self, env_steps: int) -> None:

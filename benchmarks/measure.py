@@ -1,7 +1,7 @@
-"""What every throughput driver shares: workloads, clock, and the JSON line at the end.
+"""Functions that all throughput drivers share: workloads, clock, and the JSON line at the end.
 
-Needs the standard library alone, and is imported before anything heavy, so that `import_s` covers every import and the
-number of threads is set in time. Nothing here belongs to one of the implementations that are measured.
+Needs only the standard library. Import this module first, so that `import_s` includes every import and the number of
+threads is set in time. It is independent of the measured packages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REACHED_OVER = 20
 
 
 def process_start() -> float:
-    """Return when this process was started, in seconds since the epoch; about now where that cannot be known."""
+    """Return the start time of this process, in seconds since the epoch; approximately now if it is unknown."""
     now = time.time()
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -44,12 +44,12 @@ def process_start() -> float:
 
 
 def cpu_time_with_children() -> float:
-    """Return the CPU seconds of this process and of all that it started by `multiprocessing`, those that ended too.
+    """Return the CPU seconds of this process and of all its `multiprocessing` children, running or ended.
 
     Raises:
-        OSError: The system does not tell of processes that are alive (Linux does).
+        OSError: The system does not report the time of running processes (Linux does).
     """
-    living = multiprocessing.active_children()  # which waits for those that have ended: they are in `os.times`
+    living = multiprocessing.active_children()  # joins ended children, whose time is then in `os.times`
     ticks = 0
     for process in living:
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -62,11 +62,10 @@ def cpu_time_with_children() -> float:
 class Clock:
     """Wall and CPU time from the end of the second rollout and its update to the end of the last.
 
-    CPU time is that of this process, all its threads: far less disturbed by other load on the machine than wall time.
+    CPU time covers all threads of this process. Other load on the machine affects it much less than wall time.
 
     Args:
-        with_children: Count that of the processes which this one starts by `multiprocessing` too: actors do the half of
-            the work.
+        with_children: Include the processes that this one starts by `multiprocessing`, such as actors.
     """
 
     def __init__(self, with_children: bool = False) -> None:
@@ -81,7 +80,7 @@ class Clock:
         self.imported_at, self.imported_cpu = time.time(), time.process_time()
 
     def tick(self, env_steps: int) -> None:
-        """Call when a rollout has been learned from, with the environment steps done so far."""
+        """Call after the update from a rollout, with the number of environment steps so far."""
         cpu = cpu_time_with_children() if self.with_children else time.process_time()
         self.marks.append((env_steps, time.time(), cpu))
         self.episodes.append(len(EPISODE_RETURNS))
@@ -102,7 +101,7 @@ class Clock:
         """Return environment steps, wall seconds and CPU seconds of the timed part.
 
         Raises:
-            ValueError: There were too few rollouts to time any.
+            ValueError: The run had too few rollouts.
         """
         if len(self.marks) <= WARM_UP:
             raise ValueError(f"{len(self.marks)} rollouts are too few: expected more than {WARM_UP}")
@@ -110,12 +109,12 @@ class Clock:
         return steps - first_steps, wall - first_wall, cpu - first_cpu
 
     def quiet_rate(self, rollouts: int = 1) -> float:
-        """Return environment steps per second of CPU time in the quicker quarter of the timed rollouts.
+        """Return environment steps per second of CPU time in the fastest quarter of the timed rollouts.
 
-        What shares a machine slows everything down for seconds at a time; this is of the time between.
+        Other programs slow down everything for seconds at a time; this rate excludes such times.
 
         Args:
-            rollouts: That belong together, since not every one is followed by the same work.
+            rollouts: Number of consecutive rollouts to measure together, if the work after them differs.
         """
         marks = self.marks[WARM_UP - 1 :: rollouts]
         rates = sorted(
@@ -129,14 +128,14 @@ class Clock:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that every driver takes."""
+    """Add the arguments of every driver."""
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("--steps", type=int, help="environment steps, rounded down to whole rollouts")
     parser.add_argument("--seed", type=int, default=1)
 
 
 def workload(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the workload with what follows from it: `rows` of a rollout and of a `minibatch`, and `rollouts`."""
+    """Return the workload with its derived sizes: `rows` of a rollout and of a `minibatch`, and `rollouts`."""
     chosen = dict(WORKLOADS[args.workload])
     chosen["rows"] = chosen["num_envs"] * chosen["num_steps"]
     chosen["minibatch"] = chosen["rows"] // chosen["minibatches"]
@@ -148,9 +147,9 @@ class Run:
     """One run of a peer's driver.
 
     Attributes:
-        args: Of the command line.
-        workload: That was asked for.
-        clock: Of the run.
+        args: Arguments of the command line.
+        workload: The chosen workload.
+        clock: Clock of the run.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -160,13 +159,13 @@ class Run:
         self._steps = 0
 
     def imported(self) -> None:
-        """Call once all imports are done: PyTorch, if it is one, has `THREADS` threads from here on."""
+        """Call once all imports are done; sets the number of PyTorch's threads to `THREADS`, if it is imported."""
         self.clock.imported()
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(THREADS)
 
     def tick(self) -> None:
-        """Call when a rollout of the workload's size has been learned from."""
+        """Call after the update from each rollout of the workload's size."""
         self._steps += self.workload["rows"]
         self.clock.tick(self._steps)
 
@@ -176,10 +175,10 @@ class Run:
 
 
 def begin(*, images: bool = True) -> Run:
-    """Read a peer driver's command line; call it before anything heavy is imported.
+    """Parse the command line of a peer's driver; call it before any large import.
 
     Args:
-        images: Whether it can do the workloads whose observations are images.
+        images: Whether the driver supports workloads with images.
     """
     parser = argparse.ArgumentParser()
     add_arguments(parser)

@@ -1,7 +1,7 @@
 """Measure memory: `python benchmarks/memory.py growth`, `python benchmarks/memory.py images`.
 
-`growth` trains on thousands of tiny rollouts and fits a line through the resident memory of the process. `images`
-collects one rollout of Pong in 64 environments, learns from it once, and says how much memory that took at its peak.
+`growth` trains on thousands of tiny rollouts and fits a line to the resident memory of the process. `images` collects
+one rollout of Pong in 64 environments, learns from it once, and prints the peak memory.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _MIB = 2**20
 
 
 def resident() -> int:
-    """Return how many bytes of this process are in memory now."""
+    """Return the resident memory of this process in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak() -> int:
-    """Return the most bytes of this process that were in memory at once."""
+    """Return the peak resident memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Watch(Callback):
-    """Notes the resident memory every so many rollouts, and what the last rollout was."""
+    """Records the resident memory at intervals, and keeps the last rollout."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -55,7 +55,7 @@ class Watch(Callback):
 
 
 def storage(rollout: Rollout) -> tuple[int, int]:
-    """Return the bytes of memory behind a rollout's tensors, and the bytes of its `T` steps themselves."""
+    """Return the bytes of memory behind a rollout's tensors, and the bytes of its `T` steps alone."""
     length = rollout.shape[0]
     fields = ("observations", "actions", "rewards", "terminated", "truncated", "log_probs", "values", "next_values")
     data = sum(leaf[:length].nbytes for name in fields for leaf in leaves(getattr(rollout, name)))
@@ -97,9 +97,8 @@ def growth(rollouts: int) -> dict[str, Any]:
 
 
 def images(num_envs: int, length: int) -> dict[str, Any]:
-    """Collect a rollout of Pong and learn from it in one pass of minibatches of 512; return what that took."""
+    """Collect a rollout of Pong and learn from it in one pass of minibatches of 512; return the memory used."""
     torch.manual_seed(0)
-    # Training rewards are those of the game: nothing here depends on them.
     data = RolloutDataModule(
         "ALE/Pong-v5", num_envs, length, 1, backend="native", env={"atari": AtariPreprocessing()}, seed=0
     )
@@ -121,9 +120,9 @@ def images(num_envs: int, length: int) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["growth", "images"])
-    parser.add_argument("--rollouts", type=int, default=2000, help="of growth")
-    parser.add_argument("--num_envs", type=int, default=64, help="of images")
-    parser.add_argument("--length", type=int, default=128, help="of images")
+    parser.add_argument("--rollouts", type=int, default=2000, help="rollouts of growth")
+    parser.add_argument("--num_envs", type=int, default=64, help="environments of images")
+    parser.add_argument("--length", type=int, default=128, help="rollout length of images")
     add_saving(parser)
     args = parser.parse_args()
     torch.set_num_threads(measure.THREADS)

@@ -1,10 +1,9 @@
-"""Write what an algorithm reached into its page of the guide, from the JSON under `benchmarks/results/`.
+"""Write the scores of each algorithm into its page of the guide, from the JSON under `benchmarks/results/`.
 
     python benchmarks/pages.py [--check]
 
-fills the section between `<!-- scores -->` and `<!-- end of scores -->` of every page in `docs/algorithms/` that has
-one, and draws the curves beside it, for which it needs matplotlib. `--check` only says whether the tables are up to
-date.
+Fills the section between `<!-- scores -->` and `<!-- end of scores -->` of the pages in `docs/algorithms/`, and draws
+the curves with matplotlib. `--check` only checks whether the tables are up to date.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ for each are in the [benchmarks](../../benchmarks/README.md).
 
 
 def algorithm_of(page: Path) -> str:
-    """Return the folder of the configurations that a page is about, whose name may have underscores besides."""
+    """Return the folder of configurations that belongs to a page, ignoring underscores."""
     folders = {folder.name.replace("_", ""): folder.name for folder in CONFIGS.iterdir()}
     return folders.get(page.stem.replace("_", ""), page.stem)
 
 
 def figure(algorithm: str) -> Path:
-    """Return where the curves of an algorithm are."""
+    """Return the path of the figure with an algorithm's curves."""
     return DOCS / "figures" / f"curves_{algorithm}.svg"
 
 
 def section(algorithm: str, results: Path = RESULTS) -> str:
-    """Return what the page of an algorithm says about its scores: a row for each configuration, and the curves."""
+    """Return the section of scores of an algorithm: a row for each configuration, and the curves."""
     found = load_scores(results, algorithm)
     shipped = [f"{algorithm}/{path.stem}" for path in sorted((CONFIGS / algorithm).glob("*.yaml"))]
     links = [f"[`{name}`](../../configs/{name}.yaml)" for name in shipped if name not in found]
@@ -68,7 +67,7 @@ def section(algorithm: str, results: Path = RESULTS) -> str:
 
 
 def logged(found: dict[str, list[dict[str, Any]]]) -> str:
-    """Return what results have of the log beside returns: its first value and its last, of each seed."""
+    """Return the first and the last value, for each seed, of logged values other than returns."""
     lines = []
     for name, runs in sorted(found.items()):
         for key in [key for key in runs[0]["curve"] if not key.endswith("episode_return")]:
@@ -78,14 +77,14 @@ def logged(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def filled(text: str, algorithm: str, results: Path = RESULTS) -> str:
-    """Return a page with the section of `results`; one without the comments as it is."""
+    """Return a page with the scores of `results`; a page without the comments is not changed."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     return before + begin + "\n" + section(algorithm, results) + "\n" + end + after if begin and end else text
 
 
 def with_scores() -> list[Path]:
-    """Return the pages that have such a section."""
+    """Return the pages with a section of scores."""
     return [page for page in sorted((DOCS / "algorithms").glob("*.md")) if BEGIN in page.read_text()]
 
 

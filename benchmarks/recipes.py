@@ -1,7 +1,7 @@
-"""What runs before a shipped configuration that begins with what other runs leave.
+"""Commands that must run before a shipped configuration that starts from the output of other runs.
 
-The commands are those of the guide, from recorded episodes to reinforcement learning
-(`docs/algorithms/behaviourcloning.md`). All of them, and then the configuration, run in one folder with one seed.
+They are the commands of `docs/algorithms/behaviourcloning.md`, from recorded episodes to reinforcement learning. All of
+them, and then the configuration, run in one folder with one seed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from lightning_rl.cli.main import main
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the result of a configuration is made, beyond training it.
+    """How to make the result of a configuration that needs more than its own training.
 
     Args:
-        before: Commands that run first, as they are typed.
-        arguments: Of the configuration's own run, to find what those left.
-        logged: What is kept of its log beside mean returns, by name.
+        before: Commands to run first.
+        arguments: Additional arguments of the configuration's run, which name the output of these commands.
+        logged: Names of logged values to store besides mean returns.
     """
 
     before: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class Recipe:
     logged: tuple[str, ...] = ()
 
     def run_before(self, seed: int) -> None:
-        """Run the commands that come first, in the working folder."""
+        """Run the preceding commands in the working folder."""
         for command in self.before:
             main([*shlex.split(command)[1:], "--seed_everything", str(seed)])
 

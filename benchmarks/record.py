@@ -1,4 +1,4 @@
-"""What makes a result traceable: source, versions and hardware, without names of hosts, users or folders."""
+"""Provenance of a result: source, versions and hardware, without names of hosts, users or folders."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import lightning_rl
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-# Everything but results that a run depends on.
+# All inputs of a run.
 _SOURCES = ("lightning_rl", "configs", ":(glob)benchmarks/*.py", ":(glob)benchmarks/*.json", "benchmarks/peers")
 _PACKAGES = ("torch", "lightning", "gymnasium", "numpy")
 _PACKAGES_IF_PRESENT = ("mujoco", "Box2D", "ale-py", "envpool", "minigrid", "popgym")
 
 
 def source() -> dict[str, Any]:
-    """Return the commit, whether the sources differ from it, and a digest of the package as it is."""
+    """Return the commit, whether the working tree differs from it, and a digest of the package."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "lightning_rl").rglob("*.py")):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -38,7 +38,7 @@ def source() -> dict[str, Any]:
 
 
 def _git(*args: str) -> str | None:
-    """Return what git prints; None without git or outside a repository."""
+    """Return the output of git; None without git or outside a repository."""
     try:
         done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -47,7 +47,7 @@ def _git(*args: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that a score can depend on."""
+    """Return the versions of Python and of the packages that can change a score."""
     found = {"python": platform.python_version(), "lightning_rl": lightning_rl.__version__}
     found |= {name: version(name) for name in _PACKAGES}
     for name in _PACKAGES_IF_PRESENT:
@@ -59,7 +59,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """Return processor, memory, accelerator and the number of threads that torch uses."""
+    """Return processor, memory, accelerator and the number of PyTorch's threads."""
     accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "system": f"{platform.system()} {platform.machine()}",
@@ -80,18 +80,25 @@ def _processor() -> str:
 
 
 def add_saving(parser: argparse.ArgumentParser) -> None:
-    """Add `--save`, alone or with a folder to take the place of `benchmarks/results`."""
-    parser.add_argument("--save", nargs="?", type=Path, const=RESULTS, metavar="FOLDER", help="keep the result")
+    """Add `--save`, alone or with a folder in place of `benchmarks/results`."""
+    parser.add_argument(
+        "--save",
+        nargs="?",
+        type=Path,
+        const=RESULTS,
+        metavar="FOLDER",
+        help="write the result",
+    )
 
 
 def save(result: dict[str, Any], folder: Path | None, name: str) -> None:
-    """Keep a result as `name` in a folder, with what makes it traceable; None keeps nothing."""
+    """Write a result with its provenance as `name` into a folder; do nothing if the folder is None."""
     if folder is not None:
         write_json(folder / name, result | {"source": source(), "versions": versions(), "hardware": hardware()})
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write one line for each entry, and for each row of a table, so that differences can be read."""
+    """Write JSON with one line per entry, and per row of a table, so that differences are readable."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_format(content) + "\n")
 

@@ -1,11 +1,11 @@
-"""How many decisions PPO needs for a score with actions that it may hold for a while, and without.
+"""Count the decisions that PPO needs to solve MountainCar, with and without learned action repeat.
 
     OMP_NUM_THREADS=1 python benchmarks/repeats.py [--seeds 3]
 
-MountainCar earns -1 for each of its steps until the car is on the hill, whoever decides in how many of them, and 200
-steps of random actions hardly ever get it there: it has to be pushed one way for a while and then the other. A decision
-is one action of the policy, held for 1 to `MAX_REPEATS` steps. The policy is evaluated after every `EVERY` decisions,
-and learns until it scores `GOAL`. The result goes to `benchmarks/results/repeats/mountain_car.json`.
+In MountainCar each step has the reward -1 until the car is on the hill. 200 steps of random actions almost never reach
+it, because the car must be pushed in one direction for a while and then in the other. A decision is one action of the
+policy, taken for 1 to `MAX_REPEATS` steps. The policy is evaluated after every `EVERY` decisions, and trains until it
+reaches the score `GOAL`. The result is `benchmarks/results/repeats/mountain_car.json`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def run(seed: int, repeats: int | None) -> dict[str, Any]:
-    """Return what it took to reach the goal, or the limit, and what the policy scores then in how many decisions."""
+    """Return decisions and steps up to the goal or the limit, and the final policy's score and decisions."""
     seed_everything(seed)
     data = RolloutDataModule(ENV_ID, env={"learned_action_repeat": repeats}, seed=seed, **DATA)
     model = PPO(data.observation_space, data.action_space, **SETTINGS)
@@ -52,7 +52,7 @@ def run(seed: int, repeats: int | None) -> dict[str, Any]:
 
 
 def compare(seeds: int) -> dict[str, Any]:
-    """Return what both take with every seed."""
+    """Return the results of every seed, with and without repeats."""
     limit = EPOCHS * EVERY
     result: dict[str, Any] = {"env_id": ENV_ID, "goal": GOAL, "decisions_at_most": limit}
     result |= {"settings": SETTINGS, "data": DATA}

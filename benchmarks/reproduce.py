@@ -1,18 +1,19 @@
-"""Train a shipped configuration and evaluate what it ends with.
+"""Train a shipped configuration and evaluate its final policy.
 
     python benchmarks/reproduce.py configs/ppo/cartpole.yaml --seed 0
 
-trains as `lightning-rl fit --config … --seed_everything 0` does, then plays 100 episodes with the mode of the final
-policy, not of the best one, once. The result goes to `benchmarks/results/<algorithm>/<configuration>/seed<n>.json`.
-What begins with the episodes or the checkpoint of another run has that made first, by `recipes.py`, with the same seed.
-All of it runs in a folder of its own, so that files among further arguments are then to be named in full.
-`--folder` keeps the run there, saves it every minute, and continues it after any kill with the weights of an
-uninterrupted run; its result has the commit of each start and all interruptions. The queue of long runs
-(`training_queue.py`) uses it.
-`--minutes` ends training early, for configurations that take days: the result is then called `stopped_seed<n>.json`,
-since it says where the run was by then and how fast it went, not what the configuration reaches.
-Arguments that are not known here are passed on to `lightning-rl fit`, for trials; since the result is then not that of
-the shipped configuration, this needs `--out`.
+Trains as `lightning-rl fit --config … --seed_everything 0` does. Then the final policy, not the best one, plays 100
+episodes once, with its most likely actions. The result is
+`benchmarks/results/<algorithm>/<configuration>/seed<n>.json`. A configuration that needs the episodes or the checkpoint
+of another run gets them first, by `recipes.py`, with the same seed. The run uses a separate working folder, so further
+arguments must name files by absolute paths.
+`--folder` stores the run there, saves it every minute, and resumes it after any kill, with the weights of an
+uninterrupted run. Its result has the commit of each start and all interruptions. The queue of long runs
+(`training_queue.py`) uses this option.
+`--minutes` ends training early, for configurations that take days. The result is then `stopped_seed<n>.json`: the score
+and speed up to this time, not the score of the configuration.
+Other arguments are passed on to `lightning-rl fit`, for experiments. They require `--out`, because the result is then
+not a result of the shipped configuration.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def timed(name: str, result: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def made_before(recipe: Recipe, folder: str, result: dict[str, Any]) -> Iterator[None]:
-    """Run in `folder`, within which the rest runs too, what a recipe has first; without one do nothing."""
+    """Run the preceding commands of a recipe, and then the block, in `folder`; without commands only run the block."""
     if not recipe.before:
         yield
         return
@@ -102,18 +103,18 @@ def reproduce(
 
     Args:
         config: File of the configuration.
-        seed: Of the run.
+        seed: Seed of the run.
         out: Folder of the results.
         overrides: Further arguments of `lightning-rl fit`.
-        episodes: To be played by the final policy.
-        minutes: Training ends after so many of them if it has not before.
-        folder: Where the run is kept, and continued if it was interrupted; None trains in a temporary folder.
+        episodes: Number of episodes that the final policy plays.
+        minutes: Maximum minutes of training.
+        folder: Folder to store the run in, and to resume it from; None trains in a temporary folder.
 
     Raises:
         ValueError: The configuration uses more than one process, each of which would see only some of the episodes; or
-            `folder` is given for one that begins with other runs.
+            `folder` is given for a configuration that starts from other runs.
     """
-    provenance = source()  # of the code as it is imported, not as it is when training ends
+    provenance = source()  # of the imported code; the files may change during training
     result: dict[str, Any] = {"algorithm": config.parent.name, "configuration": config.stem, "seed": seed}
     config, recipe = config.resolve(), RECIPES.get(f"{config.parent.name}/{config.stem}", Recipe())
     if folder is not None and recipe.before:
@@ -165,7 +166,7 @@ def reproduce(
 
 
 def evaluate(cli: OnPolicyCLI, checkpoint: Path, episodes: int) -> PlayedEpisodes:
-    """Save the final checkpoint, and play it from there."""
+    """Save the final checkpoint, and evaluate the checkpoint."""
     cli.trainer.save_checkpoint(checkpoint)
     cli.datamodule.evaluation = replace(cli.datamodule.evaluation, episodes=episodes, deterministic=True)
     played = PlayedEpisodes()
@@ -175,27 +176,27 @@ def evaluate(cli: OnPolicyCLI, checkpoint: Path, episodes: int) -> PlayedEpisode
 
 
 def read_curve(logs: Iterable[tuple[Path, float]], also: Collection[str] = ()) -> dict[str, list[list[float]]]:
-    """Return `[environment steps, value]` pairs of every logged mean return, and of what is named, by name.
+    """Return `[environment steps, value]` pairs of every logged mean return, and of further values, by name.
 
     Args:
         logs: The log of each start of the run, and the environment steps up to which it counts.
-        also: Further names.
+        also: Names of the further values.
     """
     curve: dict[str, dict[int, float]] = {}
     for metrics, end in logs:
-        if not metrics.is_file():  # killed before it logged anything
+        if not metrics.is_file():  # killed before the first log
             continue
         with metrics.open() as file:
             for row in csv.DictReader(file):
                 for name, value in row.items():
                     if (name.endswith("_return") or name in also) and value and float(row["step"]) <= end:
-                        # By step: Lightning writes its last row of training once more when training stops.
+                        # By step, because Lightning writes the last training row again when training stops.
                         curve.setdefault(name, {})[int(float(row["step"]))] = float(value)
     return {name: [[step, value] for step, value in points.items()] for name, points in curve.items()}
 
 
 def shared_settings(config: Path) -> dict[str, Any]:
-    """Return the resolved configuration without what only this run had: folders, logger and callbacks."""
+    """Return the complete configuration without settings of this run alone: folders, logger and callbacks."""
     settings: dict[str, Any] = yaml.safe_load(config.read_text())
     for name in ("logger", "default_root_dir", "callbacks"):
         settings["trainer"].pop(name)
@@ -209,8 +210,8 @@ def parse(args: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--episodes", type=int, default=EPISODES, help="evaluation episodes")
-    parser.add_argument("--minutes", type=int, help="end training after so many of them")
-    parser.add_argument("--folder", type=Path, help="keep the run there, and continue it if it was interrupted")
+    parser.add_argument("--minutes", type=int, help="maximum minutes of training")
+    parser.add_argument("--folder", type=Path, help="folder to store the run in, and to resume it from")
     known, overrides = parser.parse_known_args(args)
     if not known.config.is_file():
         parser.error(f"config={str(known.config)!r}: expected a file")
@@ -220,7 +221,7 @@ def parse(args: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
 
 
 if __name__ == "__main__":
-    # Lightning warns of programs that have arguments of their own.
+    # Lightning warns if the program has command line arguments.
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")
     arguments, unknown = parse()
     folder, given = arguments.out or RESULTS, arguments

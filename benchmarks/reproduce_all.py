@@ -1,12 +1,12 @@
-"""Make the results of every shipped configuration, then all pages of them: `python benchmarks/reproduce_all.py`.
+"""Train every shipped configuration, then write the pages with the results: `python benchmarks/reproduce_all.py`.
 
-A result that is there stays, so that an interrupted run goes on where it was. What cannot be run here, for it needs a
-package or more devices, is told of and left out.
+Existing results are kept, so an interrupted command can be repeated. Configurations that need a missing package or more
+devices are listed and skipped.
 
-    python benchmarks/reproduce_all.py --list                 what is there and what would be run
+    python benchmarks/reproduce_all.py --list                 print existing and missing results
     python benchmarks/reproduce_all.py ppo/taxi a2c/cartpole  some configurations only
-    python benchmarks/reproduce_all.py --seeds 3              seeds 0, 1, 2; without, those that are there, or 0
-    python benchmarks/reproduce_all.py --again                what is there too, from nothing
+    python benchmarks/reproduce_all.py --seeds 3              seeds 0, 1, 2; default: seeds with a result, or 0
+    python benchmarks/reproduce_all.py --again                train existing results again
     python benchmarks/reproduce_all.py --queue                long runs in the background, see training_queue.py
 """
 
@@ -26,11 +26,11 @@ PAGES = ("table.py", "curves.py", "pages.py")
 
 
 def plan(names: Sequence[str], seeds: int | None, results: Path) -> Iterator[tuple[str, int, bool]]:
-    """Yield name and seed of each run, and whether its result is there.
+    """Yield name and seed of each run, and whether its result exists.
 
     Args:
-        names: Of configurations, `<algorithm>/<name>`.
-        seeds: How many of each; None: as many as there are, at least one.
+        names: Names of configurations, `<algorithm>/<name>`.
+        seeds: Number of seeds of each; None: as many as have results, at least one.
         results: Folder of the results.
     """
     for name in names:
@@ -40,23 +40,23 @@ def plan(names: Sequence[str], seeds: int | None, results: Path) -> Iterator[tup
 
 
 def script(name: str, *arguments: str) -> bool:
-    """Run one of the scripts beside this one in a process of its own; return whether it did what it should."""
+    """Run another script of this folder in a separate process; return whether it succeeded."""
     return subprocess.run([sys.executable, str(HERE / name), *arguments]).returncode == 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the plan and write the pages; return 1 if something could not be run."""
+    """Run the plan and write the pages; return 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="configurations; without, all that are shipped")
-    parser.add_argument("--seeds", type=int, help="how many seeds of each")
-    parser.add_argument("--again", action="store_true", help="make results that are there once more")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="configurations; default: all shipped ones")
+    parser.add_argument("--seeds", type=int, help="number of seeds of each")
+    parser.add_argument("--again", action="store_true", help="train existing results again")
     parser.add_argument("--list", action="store_true", help="run nothing")
-    parser.add_argument("--out", type=Path, help="another folder of results, of which no pages are written")
+    parser.add_argument("--out", type=Path, help="another folder of results, without pages")
     training_queue.add_arguments(parser)
     args = parser.parse_args(arguments)
     if args.queue or args.status or args.pause or args.resume:
         return training_queue.main(args, args.out or RESULTS)
-    from lightning_rl.tools import shipped_configs  # takes seconds, which a pause does not have
+    from lightning_rl.tools import shipped_configs  # imported late: it takes seconds, and --pause must act at once
 
     known = shipped_configs.names()
     if unknown := sorted(set(args.names) - set(known)):

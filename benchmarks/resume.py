@@ -1,8 +1,8 @@
-"""What exact resuming costs: recording episodes while a run trains, and playing them again when it goes on.
+"""Measure the cost of exact resuming: recording episodes during training, and replaying them when a run resumes.
 
     OMP_NUM_THREADS=1 python benchmarks/resume.py
 
-The record's share is that of its nanoseconds in a step of W1's run; the result goes to
+The reported share is the recording time per step divided by the time per step of workload W1. The result is
 `benchmarks/results/resume/cost.json`.
 """
 
@@ -29,7 +29,7 @@ GAMES, GAME_STEPS = 8, 1_000
 
 
 def nanoseconds_per_step(env: gymnasium.Env[Any, Any]) -> float:
-    """Time steps of CartPole under a controller that balances it as a policy does that has learned something."""
+    """Return the time of a step of CartPole, with a controller that balances the pole like a trained policy."""
     observation, _ = env.reset(seed=0)
     start = time.perf_counter_ns()
     for _ in range(STEPS):
@@ -49,7 +49,7 @@ class Unrecorded(SeededEpisodes):
 
 
 def recording() -> dict[str, float]:
-    """Measure what the log of actions, and the checks, add to a step of CartPole, in alternation."""
+    """Measure the time that logging actions, and the checks, add to a step of CartPole, in alternation."""
     without, recorded = (kind(gymnasium.make("CartPole-v1")) for kind in (Unrecorded, SeededEpisodes))
     pairs = [(nanoseconds_per_step(without), nanoseconds_per_step(recorded)) for _ in range(REPEATS)]
     added = statistics.median(after - before for before, after in pairs)
@@ -62,7 +62,7 @@ def recording() -> dict[str, float]:
 
 
 def restoring() -> dict[str, float]:
-    """Measure how long `GAMES` games of Pong take to be played again in this process, in mid-episode."""
+    """Measure the time to replay `GAMES` games of Pong in this process up to the middle of an episode."""
 
     def games() -> EnvironmentBatch:
         return make_environments(EnvironmentSpec("ALE/Pong-v5"), GAMES, list(range(GAMES)))

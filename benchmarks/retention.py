@@ -1,11 +1,10 @@
-"""What is left of a first task when others were learned after it: CLEAR against IMPALA.
+"""Measure how much of a first task is forgotten after training on others: CLEAR against IMPALA.
 
     OMP_NUM_THREADS=1 python benchmarks/retention.py [--seeds 3]
 
-One module is fitted to three tasks in turn, `STEPS` environment steps each, and evaluated on all three after each. The
-tasks have the same spaces and ask for different actions in the same states; which of them is played is a part of the
-observation, as the picture is that tells one game from another. The result goes to
-`benchmarks/results/retention/mappings.json`.
+One model is trained on three tasks in turn, for `STEPS` environment steps each, and evaluated on all three tasks after
+each stage. The tasks have the same spaces, but need different actions in the same states. A part of the observation
+identifies the task, as the picture identifies a game. The result is `benchmarks/results/retention/mappings.json`.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ DATA: dict[str, Any] = {
 
 
 class Mapping(gymnasium.Env[np.ndarray, int]):
-    """Shows states drawn at random; the one right action in each earns its part of 1, and is another in other tasks.
+    """Shows random states. One action is correct in each state and task, and earns an equal share of the return 1.
 
     Args:
-        task: Which, from 0.
+        task: Number of the task, from 0.
     """
 
     observation_space = spaces.Box(0, 1, (STATES + TASKS,), np.float32)
@@ -77,7 +76,7 @@ for number in range(TASKS):
 
 
 def scores(algorithm: type[IMPALA], seed: int) -> list[list[float]]:
-    """Return the mean returns of all tasks, a row after each that was learned."""
+    """Return the mean returns of all tasks, with a row after each stage."""
     seed_everything(seed)
     tasks = [RolloutDataModule(f"Mapping{number}-v0", seed=seed, **DATA) for number in range(TASKS)]
     model = algorithm(tasks[0].observation_space, tasks[0].action_space, **SETTINGS)
@@ -90,7 +89,7 @@ def scores(algorithm: type[IMPALA], seed: int) -> list[list[float]]:
 
 
 def compare(seeds: int) -> dict[str, Any]:
-    """Return the scores of both algorithms with every seed, and what is left of the first task's."""
+    """Return the scores of both algorithms with every seed, and the remaining share of the first task's score."""
     result: dict[str, Any] = {"steps_of_each_task": STEPS, "settings": SETTINGS, "data": DATA}
     for algorithm in (IMPALA, CLEAR):
         runs = [scores(algorithm, seed) for seed in range(seeds)]

@@ -1,4 +1,4 @@
-"""The plain files of a training run that any number of processes continue; the queue reads them without PyTorch."""
+"""The plain files of a training run that several processes continue in turn; the queue reads them without PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - JSON
 
 
 def replace_json(path: Path, content: Any) -> None:  # noqa: ANN401 - JSON
-    """Write a file such that readers, and a kill at any moment, find the old content or the new one."""
+    """Write a file atomically: readers find the old or the new content, also after a kill."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(json.dumps(content))
     unfinished.replace(path)
@@ -32,7 +32,7 @@ def append_event(folder: Path, event: str, **more: Any) -> None:  # noqa: ANN401
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of the history of a run, oldest first; a line that a power failure cut off is left out."""
+    """Return the lines of the history of a run, oldest first, without a line that a power failure cut off."""
     path, events = folder / "history.jsonl", []
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
@@ -43,6 +43,6 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 
 def interruptions(events: list[dict[str, Any]]) -> int:
-    """Return how often a run was paused, or started again."""
+    """Return how often a run was paused or restarted."""
     kinds = [event["event"] for event in events]
     return max(0, kinds.count("start") - 1) + kinds.count("pause")

@@ -1,12 +1,12 @@
-"""Measure how cost scales: with the number of environments, and with processes.
+"""Measure how the cost scales with the number of environments and of processes.
 
     OMP_NUM_THREADS=1 python benchmarks/scaling.py environments --backend torch --save
     OMP_NUM_THREADS=1 python benchmarks/scaling.py processes --workload W3 --backend sync --save
 
-`environments` trains PPO on CartPole in 8 to 1,024 environments, with as many environment steps in each rollout and as
-many minibatches whatever their number, and gives CPU microseconds per environment step. `processes` compares, on a
-workload of `workloads.json`, two DDP processes of one thread, with half of the environments each, with one process of
-one thread, by wall time: it needs two cores that nothing else uses.
+`environments` trains PPO on CartPole in 8 to 1,024 environments, with equal numbers of environment steps and
+minibatches per rollout, and measures CPU microseconds per environment step. `processes` measures wall time on a
+workload of `workloads.json`: two DDP processes of one thread, with half of the environments each, against one process
+of one thread. It needs two idle cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROWS = 8192
 
 
 class Ticks(Callback):
-    """Tells the clock of each rollout that this process has learned from."""
+    """Ticks the clock after each rollout of this process."""
 
     def __init__(self) -> None:
         self.clock = measure.Clock()
@@ -70,7 +70,7 @@ def train(model: PPO, data: RolloutDataModule, processes: int = 1) -> tuple[int,
 
 
 def train_cartpole(num_envs: int, backend: Backend, rollouts: int) -> tuple[int, float, float]:
-    """Train on `num_envs` copies of CartPole, and return what `train` does."""
+    """Train on `num_envs` copies of CartPole, and return the result of `train`."""
     env_id = torch_cartpole.ID if backend == "torch" else "CartPole-v1"
     kwargs = {"num_threads": measure.THREADS} if backend == "envpool" else {}
     length, total = ROWS // num_envs, rollouts + measure.WARM_UP
@@ -80,7 +80,7 @@ def train_cartpole(num_envs: int, backend: Backend, rollouts: int) -> tuple[int,
 
 
 def environments(backend: Backend, rollouts: int, counts: tuple[int, ...]) -> dict[str, Any]:
-    """Return the cost of an environment step by the number of environments, in rising order and back again."""
+    """Return the cost of an environment step by the number of environments, in rising and then in falling order."""
     costs: dict[int, list[float]] = {count: [] for count in counts}
     for count in (*counts, *reversed(counts)):
         steps, _, cpu_seconds = train_cartpole(count, backend, rollouts)
@@ -89,7 +89,7 @@ def environments(backend: Backend, rollouts: int, counts: tuple[int, ...]) -> di
 
 
 def processes(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the wall time of one process over that of two, in alternation."""
+    """Return the ratio of the wall times of one process and of two, in alternation."""
     seconds: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(args.repeats):
         for number, taken in seconds.items():
@@ -114,7 +114,7 @@ def processes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def one(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Train in one process or as one of several; the first returns what that took."""
+    """Train in one process or as one rank of several; the first rank returns the measurement."""
     workload = measure.WORKLOADS[args.workload] | {"rollouts": args.rollouts + measure.WARM_UP}
     workload["num_envs"] = (args.num_envs or workload["num_envs"]) // args.processes
     data = make_data(workload, args.backend, 0)
@@ -128,12 +128,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["environments", "processes", "one"])
     parser.add_argument("--backend", choices=["sync", "native", "torch", "envpool"], default="native")
-    parser.add_argument("--rollouts", type=int, default=8, help="that are timed, in each run")
-    parser.add_argument("--counts", type=int, nargs="+", default=COUNTS, help="of environments")
-    parser.add_argument("--workload", choices=["W1", "W2", "W3"], default="W1", help="for processes")
-    parser.add_argument("--num_envs", type=int, help="in all, for processes, in place of the workload's")
-    parser.add_argument("--processes", type=int, default=1, help="for one, which runs a single measurement")
-    parser.add_argument("--repeats", type=int, default=5, help="for processes")
+    parser.add_argument("--rollouts", type=int, default=8, help="timed rollouts of each run")
+    parser.add_argument("--counts", type=int, nargs="+", default=COUNTS, help="numbers of environments")
+    parser.add_argument("--workload", choices=["W1", "W2", "W3"], default="W1", help="workload of processes")
+    parser.add_argument("--num_envs", type=int, help="total environments of processes, in place of the workload's")
+    parser.add_argument("--processes", type=int, default=1, help="processes of a single measurement (one)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of either side of processes")
     add_saving(parser)
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Runs that are made to compare something rather than to be kept: Trainers that say nothing, and what they scored."""
+"""Helpers for short runs that compare algorithms: Trainers without output, and their scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from record import RESULTS, hardware, source, versions, write_json
 
 
 class Scores(Callback):
-    """Keeps the clock, the mean return and the mean length of every validation."""
+    """Records environment steps, mean return and mean length of every validation."""
 
     def __init__(self) -> None:
         self.env_steps: list[int] = []
@@ -25,17 +25,17 @@ class Scores(Callback):
         self.lengths.append(round(float(trainer.callback_metrics["val/episode_length"]), 2))
 
 
-def quiet_trainer(*callbacks: Callback, **options: Any) -> Trainer:  # noqa: ANN401 - those of the Trainer
-    """Return a Trainer on the CPU that writes nothing."""
+def quiet_trainer(*callbacks: Callback, **options: Any) -> Trainer:  # noqa: ANN401 - options of the Trainer
+    """Return a Trainer on the CPU without output and files."""
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     given = {"accelerator": "cpu", "num_sanity_val_steps": 0, **dict.fromkeys(off, False), **options}
     return Trainer(callbacks=list(callbacks), **given)
 
 
 def write_result(name: str, compare: Callable[[], dict[str, Any]]) -> Path:
-    """Write what `compare` returns, and what makes it traceable, to `benchmarks/results/<name>.json`."""
+    """Write the result of `compare`, with its provenance, to `benchmarks/results/<name>.json`."""
     torch.set_num_threads(1)
-    provenance = source()  # of the code as it is imported, not as it is in the end
+    provenance = source()  # of the imported code; the files may change during the runs
     path = RESULTS / f"{name}.json"
     write_json(path, compare() | {"source": provenance, "versions": versions(), "hardware": hardware()})
     return path

@@ -1,8 +1,8 @@
-"""Time how long things take to begin: `python benchmarks/start_up.py --save`.
+"""Measure start-up times: `python benchmarks/start_up.py --save`.
 
-The command line's help against `import lightning.pytorch`, and the first rollout that was learned from against the
-fastest script that trains anything under a Trainer, one batch of Lightning's own toy model. Each is a process of its
-own; they take turns, and CPU seconds of the whole process are what is compared.
+The command line's help is compared with `import lightning.pytorch`, and the time to learn from the first rollout with
+the fastest script that trains under a Trainer: one batch of Lightning's own toy model. Each script is a separate
+process; they alternate, and the CPU seconds of whole processes are compared.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ RATIOS = {
 
 
 def cpu_seconds(script: str) -> float:
-    """Run a script in a process of its own and return the CPU time that it took.
+    """Run a script in a separate process and return its CPU time.
 
     Raises:
-        RuntimeError: It failed; with what it wrote.
+        RuntimeError: The script failed, with its output.
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -57,7 +57,7 @@ def cpu_seconds(script: str) -> float:
 
 
 def measure_all(repeats: int) -> dict[str, Any]:
-    """Run all scripts in turns and return their CPU seconds and the ratios of their medians."""
+    """Run all scripts in alternation and return their CPU seconds and the ratios of their medians."""
     seconds: dict[str, list[float]] = {name: [] for name in SCRIPTS}
     for _ in range(repeats):
         for name, script in SCRIPTS.items():

@@ -2,7 +2,7 @@
 
     python benchmarks/table.py [--check]
 
-No number in them is typed by hand; `--check` only says whether they are up to date.
+All numbers in the tables come from these files; `--check` only checks whether the tables are up to date.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def load_scores(
 
     Args:
         results: Folder of all results.
-        algorithm: Of which the configurations are.
-        stopped: Those that were ended before their last step, instead of those that were not.
+        algorithm: Pattern of the algorithm.
+        stopped: Return the runs that were ended early instead of the complete ones.
     """
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for path in results.glob(f"{algorithm}/*/{'stopped_' * stopped}seed*.json"):
@@ -66,7 +66,7 @@ def load_scores(
 
 
 def _score(value: float, beside: float | None = None) -> str:
-    """Return a score, or the deviation of one, in as many digits as tell scores of about its size apart."""
+    """Return a score, or its deviation, with as many digits as its size needs."""
     size = abs(value if beside is None else beside)
     return f"{value:.1f}" if size >= 5 else f"{value:.3f}"
 
@@ -97,7 +97,7 @@ def throughput(results: Path = RESULTS) -> str:
 
 
 def start_up(results: Path = RESULTS) -> str:
-    """Return the table of CPU seconds until things begin."""
+    """Return the table of start-up times in CPU seconds."""
     rows = []
     for path in results.glob("start_up.json"):
         found = json.loads(path.read_text())
@@ -126,7 +126,7 @@ def memory(results: Path = RESULTS) -> str:
 
 
 def scaling(results: Path = RESULTS) -> str:
-    """Return the table of cost by the number of environments, and the gain of a second process."""
+    """Return the table of cost by the number of environments, and the speed-up by a second process."""
     rows = []
     for path in sorted(results.glob("scaling/environments-*.json")):
         found = json.loads(path.read_text())
@@ -140,7 +140,7 @@ def scaling(results: Path = RESULTS) -> str:
 
 
 def gpu(results: Path = RESULTS) -> str:
-    """Return the table of what was measured with everything on one device."""
+    """Return the table of measurements with everything on one device."""
     rows = []
     for path in sorted(results.glob("gpu/*.json")):
         found = json.loads(path.read_text())
@@ -176,7 +176,7 @@ def lightning_share(results: Path = RESULTS) -> str:
 
 
 def profile(results: Path = RESULTS) -> str:
-    """Return the table of where the time of each workload goes, in per cent of its CPU time, before and after."""
+    """Return the table of the shares of CPU time of each workload's parts, in per cent, before and after."""
     found = {
         path.stem.partition("-")[2]: json.loads(path.read_text())
         for path in sorted((results / "throughput").glob("breakdown-*.json"), reverse=True)
@@ -192,7 +192,7 @@ def profile(results: Path = RESULTS) -> str:
 
 
 def fast_paths(results: Path = RESULTS) -> str:
-    """Return the table of what each part of the fast paths is worth; empty where nothing was measured."""
+    """Return the table of the gain of each fast path; empty without results."""
     files = sorted((results / "throughput").glob("fast-paths-*.json"))
     found = {f"{run['workload']} {run['backend']}": run for run in map(json.loads, map(Path.read_text, files))}
     if not found:

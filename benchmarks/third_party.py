@@ -1,8 +1,8 @@
 """Train PPO for a few thousand steps on environments of other packages: `python benchmarks/third_party.py`.
 
-`third_party.json` lists the packages. Each is installed with pip, in its newest release, into a virtual environment of
-its own that also sees the packages of this interpreter. `results/third_party.json` gets the versions, the environment
-steps per CPU second, and the error of those that fail; `--page` writes the table of the guide from that file.
+`third_party.json` lists the packages. pip installs the newest release of each into a separate virtual environment that
+also sees the packages of this interpreter. `results/third_party.json` gets the versions, the environment steps per CPU
+second, and errors. `--page` writes the table of the guide from that file.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def run_one(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(entries: list[dict[str, Any]]) -> str:
-    """Return the rows of the guide: what works first, then what does not."""
+    """Return the rows of the guide: working packages first, then failures."""
     lines = ["| package | id | options | steps/s |", "| --- | --- | --- | --- |"]
     failed = ["| package | id | what failed |", "| --- | --- | --- |"]
     for entry in sorted(entries, key=lambda entry: entry["package"].lower()):

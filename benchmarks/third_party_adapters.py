@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 
 class Crafter(gymnasium.Env[np.ndarray, int]):
-    """Crafter, which still has the interface of OpenAI Gym: no seed in `reset`, one `done` flag."""
+    """Crafter, which has the interface of OpenAI Gym: no seed in `reset`, one `done` flag."""
 
     observation_space = spaces.Box(0, 255, (64, 64, 3), np.uint8)
     action_space = spaces.Discrete(17)
@@ -55,7 +55,7 @@ def make_pufferlib(num_envs: int, name: str) -> gymnasium.vector.VectorEnv:
 
 
 def make_retro(game: str, **kwargs: Any) -> gymnasium.Env:  # noqa: ANN401 - of the environment
-    """Return a game of Stable-Retro, which has its own `make`."""
+    """Return a game of Stable-Retro, which has a separate `make`."""
     import stable_retro
 
     return stable_retro.make(game, render_mode="rgb_array", **kwargs)

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/throughput.py W1 --steps 100000
 
-`--full` adds what a user's run has: TensorBoard, a progress bar, and a checkpoint with each tenth of the run. `--share`
-measures how much of a run is Lightning's: the same rollouts and updates under the Trainer and in a bare loop, in
-alternation, with TensorBoard and the progress bar, and with checkpoints if it is `--full`; `--save` keeps it in
+`--full` adds the parts of a user's run: TensorBoard, a progress bar, and ten checkpoints. `--share` measures
+Lightning's share of a run: the same rollouts and updates alternate between the Trainer and a plain loop, with
+TensorBoard and the progress bar, and with checkpoints for `--full`. `--save` writes this share to
 `benchmarks/results/throughput/`.
 """
 
@@ -38,7 +38,7 @@ clock.imported()
 
 
 class Ticks(Callback):
-    """Tells the clock of each rollout that was learned from, and keeps the returns of its episodes."""
+    """Ticks the clock after each rollout, and keeps the returns of its episodes."""
 
     def __init__(self, clock: measure.Clock) -> None:
         self.clock = clock
@@ -66,11 +66,11 @@ def fit(
     """Train under the Trainer; return ticks and parameters.
 
     Args:
-        args: Of the command line.
-        workload: What to train on.
-        clock: Told of every rollout.
+        args: Arguments of the command line.
+        workload: The workload.
+        clock: Clock to tick after every rollout.
         parts: `plain`, `shown` (TensorBoard every 10 rollouts, and a progress bar) or `full` (checkpoints too).
-        instead: Callbacks in place of the one that tells the clock.
+        instead: Callbacks in place of the one that ticks the clock.
     """
     data = make_data(workload, args.backend, args.seed)
     torch.manual_seed(args.seed)
@@ -80,7 +80,7 @@ def fit(
         full = parts == "full"
         callbacks = list(instead or [ticks])
         if full:
-            # An epoch is a tenth of the run, as in the shipped configurations; each ends with a checkpoint.
+            # An epoch is a tenth of the run, as in the shipped configurations, and ends with a checkpoint.
             data.rollouts_per_epoch = max(1, workload["rollouts"] // 10)
             callbacks.append(ModelCheckpoint(Path(scratch), save_last=True))
         shown = parts != "plain"
@@ -102,7 +102,7 @@ def fit(
 
 
 class _StopAfter(Callback):
-    """Ends the run after a number of rollouts, which may lie inside an epoch."""
+    """Ends the run after a number of rollouts, also within an epoch."""
 
     def __init__(self, rollouts: int) -> None:
         self.rollouts = rollouts
@@ -113,7 +113,7 @@ class _StopAfter(Callback):
 
 
 class Alternation(Callback):
-    """After each rollout under the Trainer, learns from one in a bare loop, and keeps the CPU time of both."""
+    """After each rollout under the Trainer, learns from one in a plain loop, and records the CPU time of both."""
 
     def __init__(self, loop: BareLoop) -> None:
         self.loop = loop
@@ -134,10 +134,10 @@ class Alternation(Callback):
 def share(args: argparse.Namespace, workload: dict[str, Any], parts: str) -> dict[str, Any]:
     """Measure Lightning's share of the CPU time, rollout by rollout in alternation.
 
-    Everything that the Trainer does between two rollouts counts as its time, what callbacks and loggers do included.
+    All work of the Trainer between two rollouts counts, callbacks and loggers included.
 
     Raises:
-        RuntimeError: The two ended with different parameters, so they did not do the same work.
+        RuntimeError: The final parameters differ, so both did not do the same work.
     """
     alternation = Alternation(BareLoop(workload, args.backend, args.seed))
     _, trained = fit(args, workload, measure.Clock(), parts, [alternation])
@@ -171,7 +171,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     measure.add_arguments(parser)
     parser.add_argument("--backend", choices=["sync", "native", "torch", "envpool"], default="sync")
     parser.add_argument("--compiled", action="store_true", help="compile the update")
-    parser.add_argument("--plain", action="store_true", help="without fast paths")
+    parser.add_argument("--plain", action="store_true", help="disable fast paths")
     parser.add_argument("--full", action="store_true", help="with logger, checkpoints and progress bar")
     parser.add_argument("--share", action="store_true", help="measure the share of Trainer, hooks and logging")
     add_saving(parser)

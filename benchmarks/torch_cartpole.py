@@ -1,6 +1,6 @@
 """CartPole-v1 for any number of copies on one device, in torch: `Benchmarks/TorchCartPole-v1` for `backend="torch"`.
 
-The equations, limits and rewards are those of Gymnasium's CartPole-v1, in float32.
+Equations, limits and rewards are the same as in Gymnasium's CartPole-v1, in float32.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _FARTHEST, _STEEPEST, _LIMIT = 2.4, math.radians(12), 500
 
 
 class TorchCartPole(VectorEnv[Tensor, Tensor, Tensor]):
-    """Balance poles on carts; an episode's end and the beginning of the next are one step.
+    """Balance poles on carts; autoreset in the step that ends an episode.
 
     Args:
-        num_envs: How many.
-        device: Of all tensors.
+        num_envs: Number of copies.
+        device: Device of all tensors.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012 - as Gymnasium declares it
@@ -45,7 +45,7 @@ class TorchCartPole(VectorEnv[Tensor, Tensor, Tensor]):
         self._rewards = torch.ones(num_envs, device=self.device)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Tensor, dict[str, Any]]:
-        """Begin an episode everywhere."""
+        """Begin an episode in every copy."""
         if seed is not None:
             generator = torch.Generator().manual_seed(seed)
             self.random = torch.randint(2**62, self.random.shape, generator=generator).to(self.device)
@@ -70,7 +70,7 @@ class TorchCartPole(VectorEnv[Tensor, Tensor, Tensor]):
 
 
 def advance(state: Tensor, actions: Tensor) -> Tensor:
-    """Return where a step of 20 ms leads to.
+    """Return the state after a step of 20 ms.
 
     Args:
         state: Position, velocity, angle and angular velocity, `[B, 4]`.

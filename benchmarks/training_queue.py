@@ -54,7 +54,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Its name, and that of its folder and its result."""
+        """Name of the row, its folder and its result."""
         return f"{self.configuration}/seed{self.seed}"
 
     @property
@@ -63,7 +63,7 @@ class Row:
         return CONFIGS / f"{self.configuration}.yaml"
 
     def is_done(self, results: Path) -> bool:
-        """Return whether the result is there."""
+        """Return whether the result exists."""
         return (results / f"{self.name}.json").is_file()
 
     def failed(self, root: Path) -> bool:
@@ -84,7 +84,7 @@ def plan() -> list[Row]:
 
 
 def lower_priority() -> None:
-    """Give this process the lowest CPU priority, and end it with the process that started it, where Linux can."""
+    """Give this process the lowest CPU priority; on Linux, end it with its parent process."""
     os.nice(19)
     if sys.platform == "linux":
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -95,7 +95,7 @@ class Worker:
     """The process that trains a row.
 
     Args:
-        row: What to train.
+        row: The row.
         root: Folder of the queue.
         results: Folder of the results.
     """
@@ -118,12 +118,12 @@ class Worker:
             )
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process and all that it has started."""
+        """Send a signal to the process and its child processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def ended(self) -> bool:
-        """Return whether the process has ended; if so, write that down."""
+        """Return whether the process has ended, and record its end."""
         if self.process.poll() is None:
             return False
         append_event(self.folder, "end", status=self.process.returncode)
@@ -131,7 +131,7 @@ class Worker:
 
 
 class Queue:
-    """Keeps so many workers busy with the rows that have no result yet.
+    """Runs up to `workers` processes for the rows without a result.
 
     Args:
         root: Folder of the queue.
@@ -164,7 +164,7 @@ class Queue:
         self.stopping = True
 
     def _obey_pause(self) -> None:
-        """Stop or continue all workers if the file `paused` came or went, and say in it how many were stopped."""
+        """Stop or continue all workers when the file `paused` appears or disappears; write their number to it."""
         asked = paused_file(self.root).exists()
         if asked == self.paused:
             return
@@ -175,10 +175,10 @@ class Queue:
         if asked:
             with contextlib.suppress(FileNotFoundError), paused_file(self.root).open("r+") as file:
                 file.truncate()
-                file.write(str(len(self.workers)))  # "r+": resumed meanwhile, there is no such file any more
+                file.write(str(len(self.workers)))  # "r+" fails if `--resume` has removed the file in between
 
     def _take_back(self) -> None:
-        """Forget workers that have ended; leave rows alone that failed by themselves."""
+        """Remove ended workers; do not repeat rows that failed."""
         for worker in [worker for worker in self.workers if worker.ended()]:
             self.workers.remove(worker)
             status = worker.process.returncode
@@ -202,7 +202,7 @@ class Queue:
         replace_json(self.root / "workers.json", {worker.row.name: worker.process.pid for worker in self.workers})
 
     def _end_workers(self) -> None:
-        """Have all workers save and leave, between two rollouts; end those that take too long."""
+        """Let all workers save and end between two rollouts; kill workers that take too long."""
         for worker in self.workers:
             worker.signal(signal.SIGTERM)
             worker.signal(signal.SIGCONT)
@@ -221,13 +221,13 @@ def say(line: str) -> None:
 
 
 def paused_file(root: Path) -> Path:
-    """Return the file that pauses the queue while it is there."""
+    """Return the file whose existence pauses the queue."""
     return root / "paused"
 
 
 @contextlib.contextmanager
 def only_queue(root: Path, attempts: int = 1) -> Iterator[bool]:
-    """Hold the lock of a root, which dies with the process; yield False if another process has it."""
+    """Hold the lock of a root until the process ends; yield False if another process holds it."""
     with (root / "lock").open("a") as file:
         for _ in range(attempts):
             with contextlib.suppress(BlockingIOError):
@@ -239,7 +239,7 @@ def only_queue(root: Path, attempts: int = 1) -> Iterator[bool]:
 
 
 def is_running(root: Path) -> bool:
-    """Return whether a queue works in this root."""
+    """Return whether a queue runs in this root."""
     with only_queue(root) as free:
         return not free
 
@@ -263,7 +263,7 @@ def _read(path: Path) -> str:
 
 
 def status(root: Path, results: Path) -> None:
-    """Print a table of all rows, and how many are done."""
+    """Print a table of all rows, and the number of finished ones."""
     running = (read_json(root / "workers.json") or {}) if is_running(root) else {}
     rows = [_status_row(row, root, results, row.name in running) for row in plan()]
     head = ["row", "state", "env steps", "of", "steps/s", "time left", "interruptions"]
@@ -299,13 +299,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--workers", type=int, default=os.cpu_count(), help="processes of the queue; default: all cores")
     group.add_argument("--root", type=Path, default=DEFAULT_ROOT, help=f"folder of the queue; default: {DEFAULT_ROOT}")
     what = group.add_mutually_exclusive_group()
-    what.add_argument("--status", action="store_true", help="print what the queue has done, does, and has left")
+    what.add_argument("--status", action="store_true", help="print finished, running and waiting rows")
     what.add_argument("--pause", action="store_true", help="stop all workers within a second")
     what.add_argument("--resume", action="store_true", help="continue them")
 
 
 def main(args: argparse.Namespace, results: Path) -> int:
-    """Do what the options of the queue ask for; return the exit status."""
+    """Run the command that the options select; return the exit status."""
     root = args.root.expanduser().resolve()
     root.mkdir(parents=True, exist_ok=True)
     if args.status:
@@ -315,7 +315,7 @@ def main(args: argparse.Namespace, results: Path) -> int:
     elif args.resume:
         paused_file(root).unlink(missing_ok=True)
     else:
-        with only_queue(root, attempts=5) as free:  # `--status` holds it for a moment
+        with only_queue(root, attempts=5) as free:  # `--status` holds the lock for a moment
             if not free:
                 print(f"root={str(root)!r}: another queue works there; expected one at a time", file=sys.stderr)
                 return 1

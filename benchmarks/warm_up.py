@@ -1,12 +1,12 @@
-"""What becomes of a cloned policy in its first updates, with a critic that was warmed up and with a fresh one.
+"""Measure the first updates of PPO after behavior cloning, with a pretrained and with an untrained critic.
 
     OMP_NUM_THREADS=1 python benchmarks/warm_up.py [--seeds 3]
 
-A policy is cloned from episodes of a controller of MountainCar, which pushes the way the car goes, and PPO goes on
-from there: at once, or after `optimizer.critic_warmup_steps` in which the values alone are learned. To a fresh
-critic every step on the way to the hill is as bad as the steps that are left are many, whatever is done. The policy
-that learns, and not its mode, is evaluated after each of its first updates. Needs the extra `envpool`. The result
-goes to `benchmarks/results/warm_up/mountain_car.json`.
+The policy is cloned from episodes of a controller of MountainCar that pushes in the direction of motion. PPO then
+starts from this policy, at once or after `optimizer.critic_warmup_steps` that train only the critic. The values of an
+untrained critic do not depend on the action: its advantages only reflect the number of remaining steps. Sampled actions
+are evaluated after each of the first updates. Needs the extra `envpool`. The result is
+`benchmarks/results/warm_up/mountain_car.json`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def controlled(episodes: int = 40) -> list[Episode]:
 
 
 def scores(seed: int, episodes: list[Episode], folder: Path) -> dict[str, list[float]]:
-    """Return what the cloned policy scores, and what PPO makes of it in its first updates."""
+    """Return the scores of the cloned policy, and of the policy after each of the first updates of PPO."""
     seed_everything(seed)
     recorded = RecordedEpisodes(ENV_ID, episodes, rollouts_per_epoch=CLONING_BATCHES, seed=seed, **DATA)
     cloned = BehaviourCloning(recorded.observation_space, recorded.action_space, **CLONING)
@@ -75,12 +75,12 @@ def scores(seed: int, episodes: list[Episode], folder: Path) -> dict[str, list[f
 
 
 def first_updates(folder: Path, rollouts: int, seed: int) -> list[float]:
-    """Return the scores after each of the first updates of PPO, and before them that of the policy it begins with.
+    """Return the score of the initial policy, and the scores after each of the first updates of PPO.
 
     Args:
-        folder: With the checkpoint of the cloned policy.
-        rollouts: Of warm-up, which come before those updates and are not evaluated one by one.
-        seed: Of the environments.
+        folder: Folder with the checkpoint of the cloned policy.
+        rollouts: Number of warm-up rollouts before those updates, without evaluation.
+        seed: Seed of the environments.
     """
     data = RolloutDataModule(ENV_ID, rollouts_per_epoch=1, seed=seed, **DATA)
 
@@ -93,7 +93,7 @@ def first_updates(folder: Path, rollouts: int, seed: int) -> list[float]:
     warm = None
     if rollouts:
         warming = quiet_trainer(max_epochs=rollouts, limit_val_batches=0)
-        # Steps that environments spend on being reset do not count: the warm-up ends with the rollouts, not before.
+        # Reset steps do not count as environment steps, so the warm-up must be limited by rollouts.
         warming.fit(make_model(critic_warmup_steps=2 * rollouts * data.rollout_length * data.num_envs), data)
         warming.save_checkpoint(warm := folder / "warm.ckpt")
     model = make_model()
@@ -105,10 +105,10 @@ def first_updates(folder: Path, rollouts: int, seed: int) -> list[float]:
 
 
 def compare(seeds: int) -> dict[str, Any]:
-    """Return the scores of every seed, and which share of the cloned policy's score is kept.
+    """Return the scores of every seed, and the share of the cloned policy's score that remains.
 
-    All scores are below 0: how many steps the car takes. Half of the score is kept where it takes twice as many; 60 %
-    or so is the least that can be, since an episode is cut off after 200 steps.
+    A score is minus the number of steps of the car. The share is 0.5 if the car takes twice as many steps; its minimum
+    is about 60 %, since episodes are truncated after 200 steps.
     """
     episodes = controlled()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The workloads as this package's own objects, to run under a Trainer or without one."""
+"""The workloads as objects of this package, with or without a Trainer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_rl.training.gradient_steps import GradientSteps
 from lightning_rl.training.metrics import RolloutMetrics
 from lightning_rl.validation import ClassSpec
 
-# The other backends want the newer name; no sticky actions makes it the same game.
+# The other backends need the newer id; without sticky actions it is the same game.
 _ATARI_ID = "ALE/Pong-v5"
 _IN_TORCH = {"CartPole-v1": torch_cartpole.ID}
 
@@ -69,7 +69,7 @@ def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO
     """Return the algorithm of a workload; its parameters come from torch's global generator.
 
     Args:
-        workload: From `workloads.json`.
+        workload: Entry of `workloads.json`.
         data: Its environments.
         kind: A subclass of PPO; None: the algorithm itself.
     """
@@ -152,7 +152,7 @@ _ALGORITHMS: dict[str, tuple[type[OnPolicyAlgorithm], Callable[[dict[str, Any]],
 
 
 class BareEngine(FastEngine):
-    """Steps optimizers that Lightning does not know of."""
+    """Steps optimizers without Lightning."""
 
     def step(self, model: LightningModule, optimizer: Any, counts: bool) -> None:  # noqa: ANN401
         """Take a step."""
@@ -173,11 +173,11 @@ class BareMetrics(RolloutMetrics):
     """Logs nothing."""
 
     def add_rollout(self, *args: Any) -> None:  # noqa: ANN401
-        """Forget a rollout."""
+        """Ignore a rollout."""
 
 
 class BarePPO(PPO):
-    """PPO cut off from Lightning: the plain optimiser and `backward`, and nothing is logged."""
+    """PPO without Lightning: the plain optimizer and `backward`, without logging."""
 
     plain_optimizer: Optimizer
 
@@ -196,7 +196,7 @@ class BarePPO(PPO):
 class BareLoop:
     """Collect and learn in a plain loop: the same collector and update as under the Trainer, without the Trainer.
 
-    Ends with the same parameters, bit for bit, so that the difference in time is that of Lightning, hooks and logging.
+    The final parameters are equal, bit for bit, so the difference in time is the cost of Lightning, hooks and logging.
     """
 
     def __init__(self, workload: dict[str, Any], backend: Backend, seed: int) -> None:
@@ -206,7 +206,7 @@ class BareLoop:
         assert isinstance(model, BarePPO)
         self.model = model
         self.rollouts: int = workload["rollouts"]
-        # What collector and update ask a Trainer for.
+        # The members of a Trainer that collector and update use.
         self.trainer = SimpleNamespace(
             world_size=1,
             global_rank=0,
@@ -221,13 +221,13 @@ class BareLoop:
         )
         model.trainer = self.data.trainer = self.trainer  # type: ignore[assignment]
         optimizer = model.configure_optimizers()
-        optimizer.optimizer = optimizer  # as Lightning's wrapper names what it wraps
+        optimizer.optimizer = optimizer  # Lightning's wrapper has the wrapped optimizer under this name
         model.plain_optimizer = optimizer
         self.data.setup("fit")
         model.on_train_start()
 
     def __iter__(self) -> Iterator[Rollout]:
-        """Yield each rollout when it has been learned from."""
+        """Yield each rollout after its update."""
         for index in range(self.rollouts):
             rollout = self.data.collect()
             self.model.training_step(rollout, index)

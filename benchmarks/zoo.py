@@ -1,6 +1,6 @@
-"""The page `docs/zoo.md`: every shipped configuration, what it reaches, and what others have published.
+"""The page `docs/zoo.md`: every shipped configuration with its score and published scores.
 
-`python benchmarks/table.py` writes it, and `python benchmarks/reproduce_all.py` first makes the results.
+`python benchmarks/table.py` writes it; `python benchmarks/reproduce_all.py` makes the results first.
 """
 
 from __future__ import annotations
@@ -25,30 +25,35 @@ _OUTCOME = 7  # the cell of a row
 
 INTRODUCTION = """# Model zoo
 
-Every shipped configuration: the command that trains it, what its final policy scores, and what others have published.
-The score is the mean return of 100 episodes of the most likely actions, averaged over seeds 0, 1, …, each trained
-once and none left out. In brackets is the 95 % bootstrap interval of that mean: over **seeds** where there are
-several, else over the **episodes** of the only one, which says nothing about another seed. Wall time is the median
-over seeds, on two cores that others used as well, so the CPU time of the training stands beside it. `reached` means
-that every seed is at the goal of [`benchmarks/goals.json`](../benchmarks/goals.json) or above; `not reached` that one
-is not; `stopped` that the run would take hours or days here and was ended after the steps that are named: its score is
-of then, and its time lets you tell how long the whole takes; `not run` that it is for several GPUs, which were not
-there. A goal is not always the published score: that stands beside it.
+Every shipped configuration: the command that trains it, the score of its final policy, and published scores.
+The score is the mean return of 100 episodes with the most likely actions, averaged over seeds 0, 1, …. Each seed is
+trained once, and no seed is left out. Brackets contain the 95 % bootstrap interval of the mean: over **seeds**, or over
+the **episodes** if there is only one seed; the latter says nothing about other seeds. Wall time is the median over
+seeds, on two cores with other load, so the CPU time of training is given too.
+
+The column after the goal compares every seed with [`benchmarks/goals.json`](../benchmarks/goals.json):
+
+* `reached`: every seed is at the goal or above; `not reached`: some seed is below.
+* `stopped`: the whole run would take hours or days here, and was ended after the given steps. Score and time belong to
+  these steps.
+* `not run`: the configuration needs several GPUs, which were not available.
+
+The goal may differ from the published score in the last column.
 
 """
 
 ENDING = """
-The published scores were measured by their authors, each in a way of their own:
+Each source measured its scores in another way:
 
 """
 
 REGENERATED = """
-`python benchmarks/reproduce_all.py` runs what was not run yet, or with `--again` everything, and writes this page from
-the results and from [`benchmarks/published.json`](../benchmarks/published.json); `--list` says what it would do. One
-result is `python benchmarks/reproduce.py configs/ppo/cartpole.yaml --seed 0`. What begins with the
+`python benchmarks/reproduce_all.py` trains the missing configurations, or all with `--again`, and writes this page from
+the results and from [`benchmarks/published.json`](../benchmarks/published.json); `--list` only prints the plan.
+`python benchmarks/reproduce.py configs/ppo/cartpole.yaml --seed 0` makes one result. Some configurations start from the
 [episodes or the checkpoint](algorithms/behaviourcloning.md#from-recorded-episodes-to-reinforcement-learning) of other
-runs has those made first, with the same seed, by [`benchmarks/recipes.py`](../benchmarks/recipes.py); their time is not
-in the table. Standard deviations and commits are in the [table of scores](../benchmarks/README.md#scores).
+runs. [`benchmarks/recipes.py`](../benchmarks/recipes.py) trains these first, with the same seed; the table does not
+include their time. Standard deviations and commits are in the [table of scores](../benchmarks/README.md#scores).
 """
 
 
@@ -56,7 +61,7 @@ def page(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     """Return the page.
 
     Args:
-        runs: Results of every configuration that has some, by seed; of stopped runs where there are no others.
+        runs: Results of each configuration, by seed; results of stopped runs if there are no others.
     """
     goals, published = json.loads(GOALS.read_text()), json.loads(PUBLISHED.read_text())
     head = ["command", "environment", "steps", "seeds", "score", "wall (CPU)", "goal", "", "published"]
@@ -70,7 +75,7 @@ def page(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
 
 
 def by_outcome(rows: Sequence[Sequence[str]]) -> str:
-    """Return how many configurations reach their goal, and the names of those that do not, or were not run."""
+    """Return the number of configurations that reach their goal, and the names of the others."""
     names: dict[str, list[str]] = {}
     for cells in rows:
         names.setdefault(cells[_OUTCOME], []).append(cells[0].split("`")[1].rpartition(" ")[2])
@@ -81,7 +86,7 @@ def by_outcome(rows: Sequence[Sequence[str]]) -> str:
 
 
 def elsewhere(results: Path = RESULTS) -> str:
-    """Return what is measured otherwise than by the score of a shipped configuration."""
+    """Return the section on results that are not scores of shipped configurations."""
     kept, warm, held = (
         json.loads((results / f"{name}.json").read_text())
         for name in ("retention/mappings", "warm_up/mountain_car", "repeats/mountain_car")
@@ -91,15 +96,15 @@ def elsewhere(results: Path = RESULTS) -> str:
     clears, impalas = (_percent(kept[name]["retention"]) for name in ("CLEAR", "IMPALA"))
     each, several = (f"{held[name]['decisions']:,.0f}" for name in ("each_step", "up_to_16_steps"))
     return f"""
-Measured otherwise, with settings of their own:
+Experiments that are not scores of shipped configurations:
 
-* [CLEAR](algorithms/clear.md#what-it-keeps): of its score on a first task {clears} is left after a second and a third,
-  with IMPALA {impalas} (three seeds; [result](../benchmarks/results/retention/mappings.json))
-* [Behaviour cloning, then PPO](algorithms/criticpretraining.md): the worst score of the first updates is {fresh} of the
-  cloned one with a fresh critic, {warmed} with one that was learned before (a seed each;
+* [CLEAR](algorithms/clear.md#what-it-keeps): after a second and a third task, {clears} of the score on the first task
+  remains, with IMPALA {impalas} (three seeds; [result](../benchmarks/results/retention/mappings.json))
+* [Behavior cloning, then PPO](algorithms/criticpretraining.md): the worst score of the first updates is {fresh} of the
+  cloned policy's score with an untrained critic, and {warmed} with a pretrained one (a number per seed;
   [result](../benchmarks/results/warm_up/mountain_car.json))
-* [Actions that are held for a while](environments.md#wrapper-options): {several} decisions to the goal on
-  MountainCar rather than {each} (mean of three seeds; [result](../benchmarks/results/repeats/mountain_car.json))
+* [Learned action repeat](environments.md#wrapper-options): {several} decisions to the goal on
+  MountainCar instead of {each} (mean of three seeds; [result](../benchmarks/results/repeats/mountain_car.json))
 """
 
 
@@ -118,10 +123,10 @@ def row(
 
     Args:
         name: `<algorithm>/<name>`.
-        config: What its file holds.
-        runs: Its results, by seed; none if it was not run.
-        goal: What each seed is held to, if there is something.
-        published: What `published.json` holds.
+        config: Content of its file.
+        runs: Its results, by seed; empty if it was not run.
+        goal: Goal of each seed; None without a goal.
+        published: Content of `published.json`.
     """
     command = f"`lightning-rl fit --config {name}` ([file](../configs/{name}.yaml))"
     steps, asked = max((run["env_steps"] for run in runs), default=None), config["max_env_steps"]
@@ -140,14 +145,14 @@ def row(
 
 
 def environment(config: Mapping[str, Any]) -> str:
-    """Return the identifier of a configuration's environment, whatever class its data are of."""
+    """Return the id of a configuration's environment, for every class of the data."""
     data: Mapping[str, Any] = config["data"]
     env_id: str = data.get("init_args", data)["env_id"]
     return env_id
 
 
 def outcome(means: Sequence[float], goal: float | None) -> str:
-    """Return how the mean returns of seeds stand to a goal."""
+    """Return whether the mean returns of the seeds reach a goal."""
     if not means:
         return "not run"
     if goal is None:
@@ -156,7 +161,7 @@ def outcome(means: Sequence[float], goal: float | None) -> str:
 
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return the bootstrap interval of a mean: percentiles of the means of values drawn anew; always the same ones."""
+    """Return the bootstrap interval of a mean: percentiles of means of resampled values, with a fixed seed."""
     generator = random.Random(0)
     means = sorted(statistics.fmean(generator.choices(values, k=len(values))) for _ in range(RESAMPLES))
     outside = round(RESAMPLES * (1 - confidence) / 2)
@@ -184,7 +189,7 @@ def _seconds(runs: Sequence[dict[str, Any]]) -> str:
 
 def _published(found: Mapping[str, str] | None, sources: Mapping[str, Mapping[str, str]]) -> str:
     if found is None:
-        return "none that compares"
+        return "none comparable"
     after = f" after {found['steps']}" if found["steps"] else ""
     of = f" ({found['of']})" if "of" in found else ""
     source = sources[found["source"]]

@@ -1,7 +1,7 @@
 """DI-engine's on-policy PPG on a workload, by its serial pipeline.
 
-It learns policy and value in separate passes, which make as many gradient steps each, and clips values; its auxiliary
-phase has minibatches of the same size. Both sides have two networks, and one auxiliary value head on the policy's.
+It learns policy and value in separate passes with equal numbers of gradient steps, and clips values. Its auxiliary
+phase has minibatches of the same size. Both packages have two networks, and one auxiliary value head on the policy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ workload = run.workload
 
 
 class Environment(BaseEnv):  # type: ignore[misc]
-    """One of the workload's environments as DI-engine steps it."""
+    """One environment of the workload with the interface of DI-engine."""
 
     def __init__(self, cfg: Any) -> None:  # noqa: ANN401
         self._env = factories(workload, own_normalization=False)[0]()

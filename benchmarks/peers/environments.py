@@ -1,4 +1,4 @@
-"""The workloads' environments as the peers get them: Gymnasium's own wrappers around single environments."""
+"""The workloads' environments for the peers: Gymnasium's wrappers around single environments."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def factories(workload: dict[str, Any], *, own_normalization: bool) -> list[Call
     """Return a maker for each environment of a workload.
 
     Args:
-        workload: From `workloads.json`.
-        own_normalization: Leave normalisation and the clipping of actions to the peer, where the workload has them;
-            otherwise Gymnasium's wrappers do both.
+        workload: Entry of `workloads.json`.
+        own_normalization: Leave normalization and clipping of actions to the peer; otherwise Gymnasium's wrappers do
+            both, if the workload has them.
     """
 
     def make() -> gymnasium.Env[Any, Any]:

@@ -1,6 +1,6 @@
-"""rl_games' PPO on a workload, its model compiled as it does by default, over Gymnasium's `SyncVectorEnv`.
+"""rl_games' PPO on a workload, over Gymnasium's `SyncVectorEnv`, with its model compiled, as is its default.
 
-Advantages are normalised over the whole rollout, and the epsilon of its Adam is fixed.
+Advantages are normalized over the whole rollout, and the epsilon of its Adam is fixed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ workload = run.workload
 
 
 class Environments(IVecEnv):  # type: ignore[misc]
-    """Gymnasium's environments as rl_games steps them: flags in one array, the time limit in the infos."""
+    """Gymnasium's environments with the interface of rl_games: one array of flags, the time limit in the infos."""
 
     def __init__(self) -> None:
         makers = factories(workload, own_normalization=False)
@@ -63,7 +63,7 @@ class Environments(IVecEnv):  # type: ignore[misc]
 
 
 class Ticks(AlgoObserver):  # type: ignore[misc]
-    """After each update it is told twice, of which the first counts."""
+    """Ticks the clock; rl_games calls it twice after each update, and only the first call counts."""
 
     epoch = 0
 

@@ -1,7 +1,7 @@
 """rsl_rl's PPO and runner on a workload, over Gymnasium's `SyncVectorEnv`.
 
-It has continuous actions only: on CartPole the sign of one Gaussian chooses, so that its policy there is another one.
-No workload with images. Observations are normalised by Gymnasium's wrappers, as for the others.
+It supports continuous actions only: on CartPole the sign of one Gaussian selects the action, so its policy differs.
+Workloads with images are not supported. Gymnasium's wrappers normalize observations, as for other peers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ torch.manual_seed(run.args.seed)
 
 
 class Environments(VecEnv):  # type: ignore[misc]
-    """Gymnasium's environments as rsl_rl steps them: tensors, flags in one, the time limit in the extras."""
+    """Gymnasium's environments with the interface of rsl_rl: tensors, joint flags, the time limit in the extras."""
 
     def __init__(self) -> None:
         makers = factories(workload, own_normalization=False)

@@ -1,7 +1,8 @@
-"""Sample-Factory's APPO on CartPole in its serial mode: one process, sampling and learning in turns.
+"""Sample-Factory's APPO on CartPole in its serial mode: one process, which alternates sampling and learning.
 
-It clips the ratio to [1 / (1 + c), 1 + c], and a time limit is an end. A minibatch cannot be smaller than the rollout
-of one environment, and Gymnasium 0.29 is the newest that it takes, so there is no other workload.
+It clips the ratio to [1 / (1 + c), 1 + c], and treats a time limit as a terminal state. Other workloads are not
+supported: a minibatch must be at least as large as the rollout of one environment, and it needs Gymnasium 0.29 or
+older.
 """
 
 from __future__ import annotations

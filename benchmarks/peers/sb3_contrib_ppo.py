@@ -1,4 +1,4 @@
-"""SB3-Contrib's RecurrentPPO on the workload with memory: an LSTM each for actor and critic, layers behind them."""
+"""SB3-Contrib's RecurrentPPO on the workload with memory: separate LSTMs of actor and critic, followed by layers."""
 
 from __future__ import annotations
 

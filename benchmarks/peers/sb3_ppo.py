@@ -1,4 +1,4 @@
-"""Stable-Baselines3's PPO on a workload: its own vector environment, normalisation and networks."""
+"""Stable-Baselines3's PPO on a workload, with its vector environment, normalization and networks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a rollout of Stable-Baselines3, or of what builds on it, and its update are over."""
+"""A callback that ticks the clock of Stable-Baselines3, or of a package based on it, after each update."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 
 class Ticks(BaseCallback):
-    """A rollout and its update are over when the next rollout begins, or training ends."""
+    """Ticks when the next rollout begins, or training ends: then the previous rollout and its update are complete."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""sheeprl's PPO on a workload by its own command line, over the `SyncVectorEnv` that it makes.
+"""sheeprl's PPO on a workload by its command line, over its `SyncVectorEnv`.
 
-The deviations of its Gaussians depend on the observation.
+Its Gaussian policies have standard deviations that depend on the observation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ train = ppo.train
 
 
 def make_environment() -> gymnasium.Env[Any, Any]:
-    """Return one environment; frames are stacked by sheeprl itself."""
+    """Return one environment; sheeprl stacks frames."""
     environment = factories(workload, own_normalization=False)[0]()
     return environment.env if isinstance(environment, FrameStackObservation) else environment
 

@@ -1,6 +1,6 @@
 """skrl's PPO and sequential trainer on a workload, over Gymnasium's `SyncVectorEnv`.
 
-Advantages are normalised over the whole rollout; skrl offers nothing else.
+Advantages are normalized over the whole rollout, the only choice in skrl.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Critic(DeterministicMixin, Model):
 
 
 class ImageActorCritic(CategoricalMixin, DeterministicMixin, Model):
-    """Nature CNN shared by both; the value takes the features of the policy's pass, as skrl's documentation does."""
+    """Nature CNN for policy and value; the value reuses the policy's features, as in skrl's documentation."""
 
     def __init__(self) -> None:
         Model.__init__(self, **SPACES)

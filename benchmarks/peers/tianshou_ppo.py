@@ -1,4 +1,4 @@
-"""Tianshou's PPO on a workload of vectors: its own vector environment, buffer, collector and trainer."""
+"""Tianshou's PPO on a workload of vectors, with its vector environment, buffer, collector and trainer."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""torchbeast's IMPALA on a workload, by `train` of its monobeast, the one in Python.
+"""torchbeast's IMPALA on a workload, by `train` of its Python implementation, monobeast.
 
-It has no release: a checkout of github.com/facebookresearch/torchbeast is expected in `$TORCHBEAST`, or else in the
-folder `src` of the virtual environment. Its actors have one environment each; a batch is the unrolls that are ready
-first, of whichever actor. Two threads of the learner, its default, take turns; `$TORCHBEAST_LEARNER_THREADS` is another
-number of them.
+It has no release: `$TORCHBEAST`, or else the folder `src` of the virtual environment, must be a checkout of
+github.com/facebookresearch/torchbeast. Each actor has one environment; a batch consists of the first unrolls that are
+ready, of any actor. The learner has two threads that alternate, its default; `$TORCHBEAST_LEARNER_THREADS` sets another
+number.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ episode_returns: list[float] = []
 
 
 class OldEnvironment:
-    """One of the workload's environments as gym's were once: four results of a step, and seeds of their own."""
+    """One environment of the workload with the interface of old gym: four values from a step, and `seed`."""
 
     def __init__(self) -> None:
         self._env = factories(workload, own_normalization=False)[0]()
@@ -74,7 +74,7 @@ def learn_and_tick(*args: Any) -> dict[str, Any]:  # noqa: ANN401
 
 
 def version() -> str:
-    """Return the commit of the checkout, or a digest of its monobeast where that is not known."""
+    """Return the commit of the checkout, or a digest of its monobeast without a repository."""
     command = ["git", "-C", str(CHECKOUT), "rev-parse", "--short=8", "HEAD"]
     asked = subprocess.run(command, capture_output=True, text=True, check=False)
     return asked.stdout.strip() or f"sha256:{hashlib.sha256(MONOBEAST.read_bytes()).hexdigest()[:8]}"

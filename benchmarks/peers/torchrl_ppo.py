@@ -1,6 +1,6 @@
 """TorchRL's PPO on a workload of vectors: its environments, collector, estimator, buffer and loss in a plain loop.
 
-Advantages are computed once for each rollout; TorchRL's own example does it in each epoch, and is slower.
+Advantages are computed once for each rollout; TorchRL's example computes them in each epoch, which is slower.
 """
 
 from __future__ import annotations
