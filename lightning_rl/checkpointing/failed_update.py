@@ -16,7 +16,7 @@ from lightning_rl.distributed import gather_ranks
 from lightning_rl.files import load_plain
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.engine import WHAT_TO_TRY, EagerEngine
-from lightning_rl.training.gradient_steps import GRADIENT_NORMS, not_finite_throughout, total_norm
+from lightning_rl.training.gradient_steps import not_finite_throughout, total_norm
 from lightning_rl.training.minibatches import minibatch_from_state, minibatch_state
 from lightning_rl.training.optimizers import optimizers_and_schedulers
 from lightning_rl.validation import ConfigurationError, constructor_options, import_class, loading
@@ -88,7 +88,7 @@ class FailedUpdate:
             not_finite_throughout(total).backward()  # type: ignore[no-untyped-call]
             found = [EagerEngine().gradients(optimizer) for optimizer in self._trainer.optimizers]
             norms = (total_norm(gradients) for gradients in found if gradients)
-            module.steps.record.add(**dict(zip(GRADIENT_NORMS, norms, strict=False)))
+            module.steps.record.add(**dict(zip(module.steps.norm_names, norms, strict=False)))
             means: dict[str, float] = module.steps.means()
         return means
 

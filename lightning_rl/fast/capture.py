@@ -51,6 +51,22 @@ def _outline(loss: Any) -> tuple[Any, ...]:  # noqa: ANN401 - a `Loss`, whose mo
     return (*given, loss.total, values, terms, loss.first_log_ratios, limits)
 
 
+class ComputedLoss:
+    """A loss with a computed gradient for each of the `parameters` it depends on, instead of an autograd graph."""
+
+    def __init__(self, outline: Outline, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+        self.outline = outline
+        self.total, self.terms, self.has_value = outline.total, outline.terms, outline.has_value
+        self.first_log_ratios = outline.log_ratios
+        self.limits = dict(zip(outline.limit_names, outline.limits, strict=True))
+        self.observed = {name: outline.values[outline.names.index(name)] for name in outline.limit_names}
+        self.parameters, self.gradients = parameters, gradients
+
+    def recorded(self) -> tuple[tuple[str, ...], Tensor, Sequence[str]]:
+        """Return the names and values to record, and the names of values that may be NaN or infinite."""
+        return self.outline.names, self.outline.values, self.outline.observed
+
+
 class Graph:
     """A captured loss: a function of tensors without side effects on Python objects.
 

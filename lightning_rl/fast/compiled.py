@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_rl.distributed import world_size
-from lightning_rl.fast.capture import Capture, Graph, Outline
+from lightning_rl.fast.capture import Capture, ComputedLoss, Graph
 from lightning_rl.fast.flat_adam import FlatAdam, Vectors
 from lightning_rl.fast.programs import Gradient, GradientProgram, StepProgram, StepResult, StepState, constants_of
 from lightning_rl.nested import leaves
@@ -37,23 +37,6 @@ def compiler_problem(device: torch.device) -> str | None:
     if not any(map(shutil.which, [named] if named else ["g++", "c++", "clang++"])):
         return f"there is no C++ compiler{f' {named}' if named else ''}: install g++ or clang++, or set CXX"
     return None
-
-
-class CompiledLoss:
-    """A loss with a computed gradient for each of the `parameters` it depends on, instead of an autograd graph."""
-
-    def __init__(self, outline: Outline, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
-        self._outline = outline
-        self.total, self.has_value = outline.total, outline.has_value
-        self.terms = outline.terms.unbind()
-        self.first_log_ratios = outline.log_ratios
-        self.limits = dict(zip(outline.limit_names, outline.limits, strict=True))
-        self.observed = {name: outline.values[outline.names.index(name)] for name in outline.limit_names}
-        self.parameters, self.gradients = parameters, gradients
-
-    def recorded(self) -> tuple[tuple[str, ...], Tensor, Sequence[str]]:
-        """Return the names and values to record, and the names of values that may be NaN or infinite."""
-        return self._outline.names, self._outline.values, self._outline.observed
 
 
 class Binding(NamedTuple):
@@ -127,7 +110,7 @@ class CompiledLosses:
         groups = [vectors for some in optimizers for vectors in some]
         tensors: list[Sequence[Tensor]] = [vectors.tensors() for vectors in groups]
         learned = {id(parameter) for vectors in groups for parameter in vectors.parameters}
-        limits = steps.max_grad_norm, steps.max_grad_value
+        limits, norms = (steps.max_grad_norm, steps.max_grad_value), steps.norm_names[: len(optimizers)]
         made_for = (tuple(map(len, optimizers)), *limits, *(constants_of(vectors.group) for vectors in groups))
         used: StepProgram | None = None
 
@@ -138,19 +121,19 @@ class CompiledLosses:
             if {id(parameter) for parameter in gradient.parameters} != learned:
                 return graph.outputs
             if made_for not in graph.programs:
-                graph.programs[made_for] = StepProgram(graph, gradient, optimizers, *limits)
+                graph.programs[made_for] = StepProgram(graph, gradient, optimizers, norms, *limits)
             used = cast(StepProgram, graph.programs[made_for])
             return used(graph.inputs, tensors, state)
 
-        graph = self._guarded(loss_of, batch, compute)
+        if self._guarded(loss_of, batch, compute) is None:
+            return None
         if used is None:
-            if graph is not None:
-                self._apart.add((key, steps.part))
+            self._apart.add((key, steps.part))
             return None
         self._bind(loss_of, batch, signature, used, groups, tensors)
         return used.result
 
-    def loss(self, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> CompiledLoss | None:  # noqa: ANN401
+    def loss(self, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> ComputedLoss | None:  # noqa: ANN401
         """Return the loss over a minibatch with its gradients; None if the loss cannot be compiled."""
         if self._key(loss_of) in self._failed:
             return None
@@ -158,7 +141,7 @@ class CompiledLosses:
         if (binding := self._fitted(signature, batch)) is not None:
             graph, program = binding.graph, cast(GradientProgram, binding.program)
             inputs = binding.inputs
-            return CompiledLoss(graph.outline(inputs, program(inputs)), program.gradient.parameters, program.gradients)
+            return ComputedLoss(graph.outline(inputs, program(inputs)), program.gradient.parameters, program.gradients)
         self._binding = None
         outputs: Sequence[Tensor] = ()
 
@@ -174,7 +157,7 @@ class CompiledLosses:
         if used is None:
             return None
         program = cast(GradientProgram, used.programs[None])
-        made = CompiledLoss(used.outline(used.inputs, outputs), program.gradient.parameters, program.gradients)
+        made = ComputedLoss(used.outline(used.inputs, outputs), program.gradient.parameters, program.gradients)
         self._bind(loss_of, batch, signature, program, [], [])
         return made
 

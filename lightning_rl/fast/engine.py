@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_rl.distributed import world_size
-from lightning_rl.fast.compiled import CompiledLoss, CompiledLosses, compiler_problem
+from lightning_rl.fast.capture import ComputedLoss
+from lightning_rl.fast.compiled import CompiledLosses, compiler_problem
 from lightning_rl.fast.flat_adam import FlatAdam
-from lightning_rl.fast.numpy_mlp import is_observed, overridden
-from lightning_rl.fast.ppo import KnownLoss, PPOLoss
+from lightning_rl.fast.numpy_mlp import needs_autograd, overridden
+from lightning_rl.fast.ppo import PPOLoss
 from lightning_rl.fast.programs import StepResult
 
 _Loss = TypeVar("_Loss", bound=Callable[..., Any])
@@ -57,7 +58,7 @@ class FastEngine:
 
     def __init__(self, closed_form: PPOLoss | None = None) -> None:
         self.closed_form = closed_form
-        self._known: KnownLoss | CompiledLoss | None = None
+        self._known: ComputedLoss | None = None
 
     def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> StepResult | None:  # noqa: ANN401
         """Return None: this engine has no program for a whole step."""
@@ -203,8 +204,8 @@ def why_not_compiled(model: Any) -> str | None:  # noqa: ANN401
     """Return the reason why the losses of a model cannot be compiled, or None."""
     if getattr(model.policy, "memory", None) is not None:
         return "the policy has memory, and its sequences differ in length between rollouts"
-    if is_observed(model.policy):
-        return "a module of the policy has hooks or is compiled"
+    if needs_autograd(model.policy):
+        return "the policy has hooks or is compiled"
     return compiler_problem(model.device)
 
 

@@ -219,6 +219,7 @@ def overridden(owner: object, base: type[Any], members: Sequence[str]) -> str | 
 # PyTorch has no public API to find hooks (2.8 and 2.13 tested).
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl")
 _GLOBAL_HOOKS = [f"_global{name}" for name in _HOOKS[:4]]
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def is_observed(root: nn.Module) -> bool:
@@ -226,3 +227,9 @@ def is_observed(root: nn.Module) -> bool:
     return any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS) or any(
         "forward" in vars(module) or any(getattr(module, name) for name in _HOOKS) for module in root.modules()
     )
+
+
+def needs_autograd(root: nn.Module) -> bool:
+    """Whether a module in `root` is observed, or a parameter has hooks, which only autograd calls."""
+    has_hooks = (getattr(parameter, name) for parameter in root.parameters() for name in _PARAMETER_HOOKS)
+    return is_observed(root) or any(has_hooks)

@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_rl.fast.capture import ComputedLoss, Outline
 from lightning_rl.fast.numpy_mlp import (
     Array,
     NumpyMLP,
     Preparation,
     actor_parameters,
     have_one_dtype,
-    is_observed,
     linear_parameters,
     log_std,
+    needs_autograd,
     overridden,
     tanh_parameters,
 )
-from lightning_rl.fast.programs import TOTAL_ABS_LOSS
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions.continuous import LOG_2PI
 from lightning_rl.policies.networks.mlp import MLPEncoder
@@ -31,7 +31,7 @@ from lightning_rl.rollouts.batch import Batch
 
 _OBSERVED = ("approx_kl", "approx_kl_k1", "clip_fraction")
 # Errors name the first non-finite term, so the sum comes after its parts.
-_TERMS = ("policy_loss", "entropy", "value_loss", "loss", *_OBSERVED)
+_NAMES = ("policy_loss", "entropy", "value_loss", "loss", *_OBSERVED)
 # Options of PPO that the closed form does not support, by attribute.
 _OPTIONS = {
     "log_prob_clip": "clipping.log_prob",
@@ -39,42 +39,6 @@ _OPTIONS = {
     "value_huber_delta": "clipping.value_huber_delta",
 }
 _POLICY = [name for name, member in vars(ActorCritic).items() if callable(member)]
-
-
-class KnownLoss:
-    """A loss with computed gradients instead of an autograd graph; otherwise like `Loss`.
-
-    Args:
-        names: Names of the recorded values.
-        values: The recorded values, `[len(names)]`.
-        log_ratios: Logarithms of the importance ratios, `[N]`.
-        limits: Upper limits of recorded values; a larger value stops the updates from this rollout.
-        parameters: Parameters that the loss depends on.
-        gradients: The gradient of each parameter, contiguous.
-    """
-
-    has_value = True
-    terms: Sequence[Tensor] = ()
-
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        values: Tensor,
-        log_ratios: Tensor,
-        limits: dict[str, float],
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[Tensor],
-    ) -> None:
-        self.names, self.values = names, values
-        self.first_log_ratios = log_ratios
-        self.limits = limits
-        self.parameters, self.gradients = parameters, gradients
-        self.total = values[names.index("loss")]
-        self.observed = {name: values[names.index(name)] for name in limits}
-
-    def recorded(self) -> tuple[tuple[str, ...], Tensor, Sequence[str]]:
-        """Return the names and values to record, and the names of values that may be NaN or infinite."""
-        return self.names, self.values, _OBSERVED
 
 
 class PPOLoss:
@@ -115,8 +79,8 @@ class PPOLoss:
             return f"the policy is a {type(policy).__name__}"
         if (own := overridden(policy, ActorCritic, _POLICY)) is not None:
             return f"the policy has its own {own}"
-        if is_observed(policy):
-            return "a module of the policy has hooks or is compiled"
+        if needs_autograd(policy):
+            return "the policy has hooks or is compiled"
         if isinstance(policy.actor_encoder, MLPEncoder) and not policy.actor_encoder.is_vector:
             return "the observations are not vectors in a Box space"
         actor, critic = actor_parameters(policy), tanh_parameters(policy.critic_encoder)
@@ -126,7 +90,7 @@ class PPOLoss:
         made = cls(model, actor, [*critic, *last], log_std(policy))
         return _why_unsuited(made.parameters) or made
 
-    def __call__(self, batch: Batch) -> KnownLoss | None:
+    def __call__(self, batch: Batch) -> ComputedLoss | None:
         """Return the loss over a minibatch with its gradients; None for masks, sequences or other dtypes."""
         model = self.model
         x, actions = self._prepare(batch.observations) if batch.is_plain else None, batch.actions
@@ -153,11 +117,21 @@ class PPOLoss:
             entropy = batch.weight * rows.entropies
             bonus = [-model.entropy_coef * entropy] if model.entropy_coef else []
             summands = [policy_loss, *bonus, model.value_coef * value_loss]
-            terms = [policy_loss, entropy, value_loss, sum(summands), *observed, sum(map(abs, summands))]
-        values_of_terms = torch.from_numpy(np.array(terms, of_values.dtype))
+            named = [policy_loss, entropy, value_loss, sum(summands), *observed]
+            recorded, terms = (torch.from_numpy(np.array(numbers, of_values.dtype)) for numbers in (named, summands))
         limits = {} if model.target_kl is None else {"approx_kl": 1.5 * model.target_kl}
-        names = (*_TERMS, TOTAL_ABS_LOSS)
-        return KnownLoss(names, values_of_terms, torch.from_numpy(log_ratios), limits, self.parameters, gradients)
+        outline = Outline(
+            names=_NAMES,
+            observed=_OBSERVED,
+            limit_names=tuple(limits),
+            has_value=True,
+            total=recorded[_NAMES.index("loss")],
+            values=recorded,
+            terms=terms,
+            log_ratios=torch.from_numpy(log_ratios),
+            limits=[*limits.values()],
+        )
+        return ComputedLoss(outline, self.parameters, gradients)
 
     def _policy_part(self, log_ratios: Array, advantages: Array, weight: float) -> tuple[Any, Array, tuple[Any, ...]]:
         """Return the clipped surrogate loss (Schulman et al. 2017, equation 7) and its gradient, `[N]`.
@@ -204,9 +178,6 @@ def _why_unsuited(parameters: Sequence[nn.Parameter]) -> str | None:
         return "two layers share a parameter"
     if not all(parameter.requires_grad for parameter in parameters):
         return "a parameter is frozen"
-    # PyTorch has no public API for the hooks of a tensor (2.8 and 2.13 tested).
-    if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters):
-        return "a parameter has hooks"
     return None
 
 

@@ -12,9 +12,6 @@ from lightning_rl.distributed import world_size
 from lightning_rl.fast.capture import Graph, fresh
 from lightning_rl.fast.flat_adam import Vectors
 
-_NORMS = ("grad_norm", "critic_grad_norm")
-TOTAL_ABS_LOSS = "total_abs_loss"
-
 
 class Gradient:
     """The gradient of a captured loss with respect to the `parameters` it depends on."""
@@ -130,8 +127,9 @@ class StepResult(NamedTuple):
 class StepProgram:
     """Computes loss, gradient, clipping and the steps of `FlatAdam` for a minibatch in one program.
 
-    `optimizers` has the vectors of each optimizer; together they hold all parameters of the gradient. `max_norm` and
-    `max_value` are as in `OptimizerConfig`. `result` is the result of the last call.
+    `optimizers` has the vectors of each optimizer; together they hold all parameters of the gradient. `norm_names` are
+    the names of the optimizers' gradient norms; `max_norm` and `max_value` are as in `OptimizerConfig`. `result` is the
+    result of the last call.
     """
 
     result: StepResult
@@ -141,6 +139,7 @@ class StepProgram:
         graph: Graph,
         gradient: Gradient,
         optimizers: Sequence[Sequence[Vectors]],
+        norm_names: Sequence[str],
         max_norm: float | None,
         max_value: float | None,
     ) -> None:
@@ -152,7 +151,7 @@ class StepProgram:
         lengths = [vectors.values.numel() for vectors in groups]
         constants = [constants_of(vectors.group) for vectors in groups]
         before = graph.outline(graph.inputs, graph.outputs)
-        self._names = (*before.names, *_NORMS[: len(sizes)], TOTAL_ABS_LOSS)
+        self._names = (*before.names, *norm_names, "total_abs_loss")
         self._observed, self._has_value = before.observed, before.has_value
         keeps_all, has_ratios = graph.has_side_effects, before.log_ratios is not None
 

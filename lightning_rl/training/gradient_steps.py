@@ -26,8 +26,6 @@ from lightning_rl.training.minibatches import Minibatch
 from lightning_rl.training.optimizers import AdaptiveLearningRate
 from lightning_rl.training.parameter_groups import ActorOrCritic
 
-GRADIENT_NORMS = ("grad_norm", "critic_grad_norm")
-"""Names of the logged gradient norms before clipping, one per optimizer."""
 # Minibatches that the host has not checked yet may take this many bytes.
 _MAX_UNCHECKED = 2**28
 
@@ -62,7 +60,10 @@ class GradientSteps:
         active_set: Index of the set of optimizers that the current phase uses.
         num_sets: Number of sets of optimizers. Each set has one optimizer, or one for the actor and one for the critic.
         failed_minibatch: First minibatch with a non-finite loss or gradient.
+        norm_names: Names of the logged gradient norms before clipping, one per optimizer.
     """
+
+    norm_names = ("grad_norm", "critic_grad_norm")
 
     def __init__(
         self,
@@ -254,7 +255,7 @@ class GradientSteps:
     def record_loss(self, loss: Loss) -> Tensor:
         """Record the terms of a loss, stop the updates if a limit is exceeded, and return the total."""
         self.record.add_together(*loss.recorded())
-        if loss.terms:
+        if len(loss.terms):
             self.record.add_absolute("total_abs_loss", torch.stack([term.detach() for term in loss.terms]))
         if loss.first_log_ratios is not None:
             self.observe_first_ratios(loss.first_log_ratios)
@@ -279,10 +280,8 @@ class GradientSteps:
         averaged = isinstance(self.engine, EagerEngine) and isinstance(trainer.strategy, DDPStrategy)
         if world_size() > 1 and not averaged:
             average_gradients(self.model.parameters())
-        found = [
-            (n, x, self.engine.gradients(x.optimizer)) for n, x in zip(GRADIENT_NORMS, self.optimizers, strict=False)
-        ]
-        stepping = [entry for entry in found if entry[2]]
+        named = zip(self.norm_names, self.optimizers, strict=False)
+        stepping = [(n, x, found) for n, x in named if (found := self.engine.gradients(x.optimizer))]
         scaler = _scaler(trainer)
         if scaler is not None and stepping:
             for _, optimizer, _ in stepping:

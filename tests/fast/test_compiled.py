@@ -236,6 +236,33 @@ def test_loss_that_cannot_be_compiled_falls_back_to_autograd_and_logs_the_reason
     assert_alike(model, learn(rollouts=range(1), fast_paths="none"))
 
 
+def test_program_that_cannot_be_compiled_falls_back_to_autograd(monkeypatch, caplog):
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(fast.programs, "compiled", lambda *_: fail)
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+        model = learn(rollouts=range(1))
+    (line,) = lines(caplog, "cannot be compiled")
+    assert line.endswith("RuntimeError: no memory left")
+    assert_alike(model, learn(rollouts=range(1), fast_paths="none"))
+
+
+def test_hooks_of_parameters_see_the_gradient_of_autograd(uncompiled):
+    class Doubled(PPO):
+        def on_fit_start(self) -> None:
+            super().on_fit_start()
+            self.policy.value_head.weight.register_hook(lambda gradient: 2 * gradient)
+
+    ends = []
+    for fast_paths in ("compiled", "none"):
+        torch.manual_seed(0)
+        model = Doubled(VECTOR, DISCRETE, **SMALL, debug={"fast_paths": fast_paths})
+        make_trainer().fit(model, FixedRollouts([random_rollout(model.policy)], model))
+        ends.append(model)
+    assert_alike(*ends)
+
+
 @needs_compiler
 def test_compiled_program_gives_the_same_parameters(caplog):
     torch.compiler.reset()

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from lightning_rl import PPO
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.ppo import READ_BY_LOSS
+from lightning_rl.fast.capture import ComputedLoss
 from lightning_rl.fast.engine import closed_form_of
-from lightning_rl.fast.ppo import KnownLoss, PPOLoss
+from lightning_rl.fast.ppo import PPOLoss
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions.discrete import CategoricalHead
 from lightning_rl.rollouts.batch import Batch
@@ -60,12 +61,12 @@ def closed_form(model: PPO) -> PPOLoss:
     return form
 
 
-def fast_loss(model: PPO, batch: Batch) -> KnownLoss | None:
+def fast_loss(model: PPO, batch: Batch) -> ComputedLoss | None:
     form = closed_form_of(model)
     return None if isinstance(form, str) else form(batch)
 
 
-def in_order(known: KnownLoss, model: PPO) -> list[Tensor]:
+def in_order(known: ComputedLoss, model: PPO) -> list[Tensor]:
     """The gradients in the order of the model's parameters."""
     by_parameter = {id(p): gradient for p, gradient in zip(known.parameters, known.gradients, strict=True)}
     return [by_parameter[id(parameter)] for parameter in model.parameters()]
@@ -369,7 +370,7 @@ def test_overriding_a_member_that_the_loss_reads_disables_the_closed_form(name, 
 def test_global_module_hooks_disable_the_closed_form():
     model, handle = make(), nn.modules.module.register_module_forward_hook(hook)
     try:
-        assert closed_form_of(model) == "a module of the policy has hooks or is compiled"
+        assert closed_form_of(model) == "the policy has hooks or is compiled"
     finally:
         handle.remove()
     assert isinstance(closed_form_of(model), PPOLoss)
@@ -453,7 +454,7 @@ class Counted:
         self.count = 0
         compute = PPOLoss.__call__
 
-        def counted(fast: PPOLoss, batch: Batch) -> KnownLoss | None:
+        def counted(fast: PPOLoss, batch: Batch) -> ComputedLoss | None:
             known = compute(fast, batch) if works else None
             self.count += known is not None
             return known
