@@ -21,9 +21,8 @@ def run() -> None:
     arguments = sys.argv[1:]
     _answer_at_once(arguments)
     with _quiet_interrupt():
-        import torch
-
         from lightning_rl.cli.main import main
+        from lightning_rl.distributed import leave_process_group
     try:
         main()
     except BaseException as error:
@@ -31,9 +30,7 @@ def run() -> None:
             sys.exit(128 + signal.SIGINT)
         raise
     finally:
-        # Threads of Gloo that still run when the interpreter ends abort it and change the exit status.
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        leave_process_group()
 
 
 def _answer_at_once(arguments: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -28,45 +29,76 @@ Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks."""
 
 
+def _has_process_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _xla() -> Any:  # noqa: ANN401 - a module
+    """Return `torch_xla` if this process computes on XLA devices without a process group, else None."""
+    module: Any = sys.modules.get("torch_xla")
+    # `_xla_runtime_is_initialized` is private (torch_xla 2.9). Without it, `runtime.world_size` would store a 1 in the
+    # process that launches the ranks, and the ranks would inherit it.
+    if module is None or _has_process_group() or not module._XLAC._xla_runtime_is_initialized():
+        return None
+    return module
+
+
 def world_size() -> int:
-    """Return the number of ranks; 1 without a process group."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return 1
-    return torch.distributed.get_world_size()
+    """Return the number of ranks: processes of a process group, or XLA devices."""
+    if _has_process_group():
+        return torch.distributed.get_world_size()
+    return 1 if (xla := _xla()) is None else int(xla.runtime.world_size())
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if _has_process_group() else int(_xla().runtime.global_ordinal())
 
 
 def gather_ranks(state: Any) -> list[Any]:  # noqa: ANN401 - any picklable object
     """Return the `state` of every rank, in order; a collective call."""
     if world_size() == 1:
         return [state]
-    states: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(states, state)
-    return states
+    if _has_process_group():
+        states: list[Any] = [None] * world_size()
+        torch.distributed.all_gather_object(states, state)
+        return states
+    data = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+    longest = int(all_reduce(torch.tensor(len(data)), "max"))
+    # Each length is compiled, so there are few of them. `pickle` ignores the padding.
+    padded = functional.pad(data, (0, 2 ** (longest - 1).bit_length() - len(data)))
+    return [pickle.loads(one.numpy().tobytes()) for one in gather_tensors(padded)]
 
 
 def gather_on_rank_zero(state: Any) -> list[Any]:  # noqa: ANN401 - any picklable object
     """Return the `state` of every rank, in order, on rank 0, and an empty list on other ranks; a collective call.
 
-    The state may be large: it is sent from CPU to CPU with Gloo. NCCL would need memory for it on every GPU.
+    The state may be large: process groups send it from CPU to CPU with Gloo. NCCL would need memory for it on every
+    GPU.
     """
     if world_size() == 1:
         return [state]
-    is_first = torch.distributed.get_rank() == 0
-    states: list[Any] | None = [None] * torch.distributed.get_world_size() if is_first else None
+    is_first = _rank() == 0
+    if not _has_process_group():
+        states = gather_ranks(state)
+        return states if is_first else []
+    received: list[Any] | None = [None] * world_size() if is_first else None
     group: Any = torch.distributed.group.WORLD
     if torch.distributed.get_backend() != "gloo":
         if group not in _GLOO_GROUPS:
             _GLOO_GROUPS[group] = torch.distributed.new_group(backend="gloo")
         group = _GLOO_GROUPS[group]
-    torch.distributed.gather_object(state, states, dst=0, group=group)
-    return states or []
+    torch.distributed.gather_object(state, received, dst=0, group=group)
+    return received or []
 
 
 def all_reduce(x: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
-    """Return the sum or maximum of `x` over all ranks; a collective call."""
+    """Return the sum or maximum of `x` over all ranks, on the device of `x`; a collective call."""
     if world_size() == 1:
         return x
-    # Not `Trainer.strategy.reduce`, which waits at a barrier first and overwrites `x`.
+    # Not `Trainer.strategy.reduce`, which waits at a barrier first, overwrites `x`, and has no maximum on XLA.
+    if (xla := _xla()) is not None:
+        result: Tensor = xla.core.xla_model.all_reduce(operation, x.detach().to(xla.device()))
+        return result.to(x.device)
     result = x.detach().clone()
     torch.distributed.all_reduce(result, getattr(torch.distributed.ReduceOp, operation.upper()))
     return result
@@ -92,9 +124,9 @@ def gather_tensors(x: Tensor) -> Tensor:
     """Return `x` of every rank, `[ranks, ...]`; a collective call."""
     if world_size() == 1:
         return x.unsqueeze(0)
-    gathered = x.new_zeros(world_size(), *x.shape)
-    gathered[torch.distributed.get_rank()] = x
-    return all_reduce(gathered)
+    # The rank is data: XLA needs the same graph on every rank.
+    is_own = (torch.arange(world_size()) == _rank()).to(x.device)
+    return all_reduce(torch.where(is_own.view(-1, *[1] * x.dim()), x, 0))
 
 
 def gather_rows(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
@@ -105,11 +137,11 @@ def gather_rows(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
     """
     if world_size() == 1:
         return x, (0, 0)
-    rank = torch.distributed.get_rank()
+    rank = _rank()
     counts = [int(count) for count in gather_tensors(torch.tensor(len(x), device=x.device)).tolist()]
-    before, after = sum(counts[:rank]), sum(counts[rank + 1 :])
-    # Each rank pads its rows with zeros; the sum has the rows of all.
-    return all_reduce(functional.pad(x, (before, after))), (before, after)
+    padded = gather_tensors(functional.pad(x, (0, max(counts) - len(x))))
+    rows = torch.cat([row[:count] for row, count in zip(padded, counts, strict=True)])
+    return rows, (sum(counts[:rank]), sum(counts[rank + 1 :]))
 
 
 def moments(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,8 +187,8 @@ class RankFailure(ExplainedError, RuntimeError):
 def end_all_ranks(error: Exception, children: list[subprocess.Popen[bytes]]) -> None:
     """End this rank and its child ranks after an error; return only on the rank that reports the error.
 
-    The first rank that fails reports. So an error of all ranks, such as a non-finite gradient, is reported once, and a
-    lost connection only if the other rank was killed.
+    Returns at once without a process group. The first rank that fails reports. So an error of all ranks, such as a
+    non-finite gradient, is reported once, and a lost connection only if the other rank was killed.
 
     Args:
         error: Exception of this rank.
@@ -166,6 +198,8 @@ def end_all_ranks(error: Exception, children: list[subprocess.Popen[bytes]]) -> 
         SystemExit: Another rank reports.
         RankFailure: Another rank has ended without a report.
     """
+    if not _has_process_group():
+        return
     lost = "the connection to another rank was lost: it was killed, or its own error says more"
     everyone: Any = torch.distributed.group.WORLD
     store = everyone.get_group_store()  # the reference keeps the server of rank 0 alive
@@ -183,6 +217,12 @@ def end_all_ranks(error: Exception, children: list[subprocess.Popen[bytes]]) -> 
     for rank, code in enumerate(codes, start=1):
         if code < 0:
             raise RankFailure(f"rank {rank} was killed by {signal.Signals(-code).name}") from error
+
+
+def leave_process_group() -> None:
+    """End the threads of Gloo, which would abort the interpreter at its end and change the exit status."""
+    if _has_process_group():
+        torch.distributed.destroy_process_group()
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int]:

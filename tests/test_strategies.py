@@ -138,15 +138,9 @@ def test_the_trainer_is_refused_before_an_environment_is_made():
 
 
 def test_every_strategy_that_has_whole_networks_is_accepted():
-    accepted = [name for name in StrategyRegistry if not name.startswith(("fsdp", "deepspeed", "xla"))]
-    assert {"ddp", "ddp_spawn", "ddp_notebook", "single_device", "single_xla"} <= set(accepted)
+    accepted = [name for name in StrategyRegistry if not name.startswith(("fsdp", "deepspeed"))]
+    assert {"ddp", "ddp_spawn", "ddp_notebook", "single_device", "single_xla", "xla"} <= set(accepted)
     for strategy in ["auto", *accepted, DDPStrategy(), SingleDeviceStrategy()]:
         check_strategy(strategy)
     with pytest.raises(ConfigurationError, match="strategy='FSDPStrategy'"):
         check_strategy(FSDPStrategy())
-
-
-@pytest.mark.parametrize("strategy", ["xla", "xla_debug"])
-def test_several_xla_devices_are_refused(strategy):
-    with pytest.raises(ConfigurationError, match=f"strategy='{strategy}' .* devices=1 and strategy='single_xla'"):
-        check_strategy(strategy)

@@ -62,6 +62,7 @@ from lightning_rl.training.checks import (
     plain_options,
     refuse_automatic_optimization,
     refuse_tuners,
+    training_device,
 )
 from lightning_rl.training.clock import RATES, RunClock, ScheduledOptions, is_bounded, planned_env_steps
 from lightning_rl.training.compilation import compile_policy_alone
@@ -601,7 +602,7 @@ class OnPolicyAlgorithm(LightningModule):
         has_update = type(self).update is not OnPolicyAlgorithm.update
         check(has_update, "model", type(self).__name__, "a subclass that defines update(rollout)")
         check_trainer(self, trainer, rollout_shape)
-        problem = fast.compiler_problem(trainer.strategy.root_device) or None
+        problem = fast.compiler_problem(training_device(trainer)) or None
         fast_paths = self.options["debug.fast_paths"]
         check(fast_paths != "compiled" or problem is None, "debug.fast_paths", fast_paths, f"auto, since {problem}")
         self.schedules.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")

@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 
+from lightning_rl.distributed import gather_ranks
 from lightning_rl.files import check_intact, read_data
 from lightning_rl.training.clock import ends_epoch, validates_now
 from lightning_rl.validation import ExplainedError, check
@@ -148,7 +149,7 @@ class LastCheckpoint(ModelCheckpoint):
         if self.train_time_interval is None or validates_now(trainer) or ends_epoch(trainer):
             return
         waited = time.monotonic() - self._saved_at
-        if trainer.strategy.broadcast(waited >= self.train_time_interval.total_seconds()):
+        if gather_ranks(waited >= self.train_time_interval.total_seconds())[0]:
             self.save(trainer)
 
 

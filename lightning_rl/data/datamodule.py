@@ -18,6 +18,7 @@ import torch
 from gymnasium import spaces
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 from torch import nn
@@ -252,6 +253,10 @@ class RolloutDataModule(LightningDataModule):
         return self._loader(partial(self.run_episodes, role=TESTING, record=True), 1)
 
     def _loader(self, make_batch: Callable[[], T], length: int) -> OnDemandLoader[T]:
+        if self.trainer is not None and isinstance(strategy := self.trainer.strategy, XLAStrategy):
+            # XLA's loader would collect 16 rollouts ahead, with the parameters from before the updates.
+            strategy.process_dataloader = lambda loader: loader  # type: ignore[assignment,method-assign]
+
         def make_for_trainer() -> T:
             if self.trainer is None or self.trainer.state.status != TrainerStatus.RUNNING:
                 raise ConfigurationError(

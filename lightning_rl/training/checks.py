@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import (
@@ -199,7 +200,7 @@ _SHARDED = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
 
 def check_strategy(strategy: str | Strategy) -> None:
-    """Check that a strategy, or its name, is not FSDP, model parallelism, DeepSpeed, or for several XLA devices."""
+    """Check that a strategy, or its name, is not FSDP, model parallelism or DeepSpeed."""
     if isinstance(strategy, Strategy):
         kind = type(strategy)
         value = kind.__name__
@@ -212,11 +213,12 @@ def check_strategy(strategy: str | Strategy) -> None:
             f"strategy={value!r} divides the parameters among devices, but the policy needs all parameters to act: "
             "expected 'ddp', which copies them to each device; networks of on-policy learning are small enough"
         )
-    if issubclass(kind, XLAStrategy):
-        raise ConfigurationError(
-            f"strategy={value!r} averages gradients after each device has clipped its own: expected one XLA device, "
-            "devices=1 and strategy='single_xla'"
-        )
+
+
+def training_device(trainer: Trainer) -> torch.device:
+    """Return the device of a Trainer; strategies for several XLA devices know theirs only on the ranks."""
+    strategy = trainer.strategy
+    return torch.device("xla") if isinstance(strategy, XLAStrategy) else strategy.root_device
 
 
 def check_spaces(model: Any, data: object) -> None:  # noqa: ANN401 - an algorithm
@@ -237,7 +239,7 @@ def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] |
     refuse_tuners(trainer)
     refuse_automatic_optimization(trainer)
     # XLA would cast the policy of the learner, but not the copy that acts.
-    on_xla = "xla" in (model.device.type, trainer.strategy.root_device.type)
+    on_xla = "xla" in (model.device.type, training_device(trainer).type)
     precisions = ("32-true",) if on_xla else ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
     reason = ": in float16, the squares that Adam averages become 0" if trainer.precision == "16-true" else ""
     check(trainer.precision in precisions, "precision", trainer.precision, f"one of {', '.join(precisions)}{reason}")

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -276,8 +277,10 @@ class GradientSteps:
     def _apply_gradients(self, total: Tensor, batch: Any, name: str) -> None:  # noqa: ANN401
         """Average, unscale, norm, clip, finite check, step: the order for every strategy and precision."""
         record, trainer = self.record, self.model.trainer
-        # Other engines and strategies leave different gradients on each rank.
+        # Other engines and strategies leave different gradients on each rank. `XLAStrategy` is a DDPStrategy, but
+        # averages gradients within the step, after they are clipped.
         averaged = isinstance(self.engine, EagerEngine) and isinstance(trainer.strategy, DDPStrategy)
+        averaged = averaged and not isinstance(trainer.strategy, XLAStrategy)
         if world_size() > 1 and not averaged:
             average_gradients(self.model.parameters())
         named = zip(self.norm_names, self.optimizers, strict=False)

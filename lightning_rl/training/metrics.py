@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_rl.distributed import exact_dtype
+from lightning_rl.distributed import exact_dtype, gather_tensors, world_size
 from lightning_rl.policies.normalization import ExactStates
 from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
 
@@ -23,11 +23,22 @@ def _add_in_order(sums: Tensor, values: Sequence[Sequence[float]]) -> Tensor:
     return sums.new_tensor([functools.reduce(operator.add, v, s) for s, v in zip(sums.tolist(), values, strict=True)])
 
 
+def _gather(x: Tensor, group: None = None) -> list[Tensor]:
+    return [*gather_tensors(x)]
+
+
+def _has_ranks() -> bool:
+    return world_size() > 1
+
+
 class _Window(ExactStates, Metric):
     """A metric whose state can be part of a checkpoint, and stays in float64."""
 
     full_state_update = False
     stays_off = ("xla",)  # which would compile for each number of values
+
+    def __init__(self) -> None:
+        super().__init__(dist_sync_fn=_gather, distributed_available_fn=_has_ranks)
 
     def snapshot(self) -> dict[str, Any]:
         states = {name: getattr(self, name).cpu().clone() for name in self.metric_state}
@@ -297,8 +308,8 @@ class RolloutMetrics(LogWindow):
         device = _log_device(model)
         values = {f"{stage}/{name}": value for name, value in self.eval_episodes.compute().items()}
         self.eval_episodes.reset()
-        model.log_dict({name: torch.tensor(value, device=device) for name, value in values.items()}, sync_dist=True)
-        model.log("step", _clock_of(model), reduce_fx="max", sync_dist=True)
+        model.log_dict({name: torch.tensor(value, device=device) for name, value in values.items()})
+        model.log("step", _clock_of(model), reduce_fx="max")
 
     # ------------------------------------------------------------------ the x-axis
 

@@ -15,6 +15,8 @@ _MISLEADING = (
     r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resumable",
     # Checkpoints between rollouts should hold the parameters after the updates.
     r"Using ModelCheckpoint with manual optimization and every_n_train_steps, but no pre-optimization state was saved",
+    # Scores of an evaluation are over all ranks already.
+    r"It is recommended to use `self.log\('((val|test)/episode\w*|step)', \.\.\., sync_dist=True\)`",
 )
 _COMMAND_LINE = (
     # A resumed run continues in its own folder.
