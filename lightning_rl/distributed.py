@@ -50,7 +50,8 @@ def world_size() -> int:
     return 1 if (xla := _xla()) is None else int(xla.runtime.world_size())
 
 
-def _rank() -> int:
+def global_rank() -> int:
+    """Return the number of this rank, from 0; needs more than one rank."""
     return torch.distributed.get_rank() if _has_process_group() else int(_xla().runtime.global_ordinal())
 
 
@@ -77,7 +78,7 @@ def gather_on_rank_zero(state: Any) -> list[Any]:  # noqa: ANN401 - any picklabl
     """
     if world_size() == 1:
         return [state]
-    is_first = _rank() == 0
+    is_first = global_rank() == 0
     if not _has_process_group():
         states = gather_ranks(state)
         return states if is_first else []
@@ -125,7 +126,7 @@ def gather_tensors(x: Tensor) -> Tensor:
     if world_size() == 1:
         return x.unsqueeze(0)
     # The rank is data: XLA needs the same graph on every rank.
-    is_own = (torch.arange(world_size()) == _rank()).to(x.device)
+    is_own = (torch.arange(world_size()) == global_rank()).to(x.device)
     return all_reduce(torch.where(is_own.view(-1, *[1] * x.dim()), x, 0))
 
 
@@ -137,7 +138,7 @@ def gather_rows(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
     """
     if world_size() == 1:
         return x, (0, 0)
-    rank = _rank()
+    rank = global_rank()
     counts = [int(count) for count in gather_tensors(torch.tensor(len(x), device=x.device)).tolist()]
     padded = gather_tensors(functional.pad(x, (0, max(counts) - len(x))))
     rows = torch.cat([row[:count] for row, count in zip(padded, counts, strict=True)])

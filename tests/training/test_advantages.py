@@ -445,7 +445,7 @@ class Ranks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rank = 0
         self.tensors: dict[int, torch.Tensor] = {}
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda: self.rank)
+        monkeypatch.setattr("lightning_rl.distributed.global_rank", lambda: self.rank)
         monkeypatch.setattr("lightning_rl.distributed.world_size", lambda: 3)
         monkeypatch.setattr("lightning_rl.training.advantages.world_size", lambda: 3)
         monkeypatch.setattr("lightning_rl.distributed.all_reduce", self.add_up)
