@@ -80,11 +80,11 @@ def main() -> int:
         kept = len(done_before(comparison, digest)) // 2
         seconds = (comparison.pairs - kept) * (seconds_of_pair(comparison) or 0)
         expected = f", about {seconds / 60:.1f} minutes for the others" if seconds else ""
-        print(f"{comparison.path.stem}: {kept} of {comparison.pairs} pairs are there{expected}", flush=True)
+        print(f"{comparison.path.stem}: {kept} of {comparison.pairs} pairs are stored{expected}", flush=True)
         if args.list or kept == comparison.pairs:
             continue
         if not interpreter(comparison.peer).exists():
-            print(f"{comparison.path.stem}: left out, no {interpreter(comparison.peer)}", file=sys.stderr)
+            print(f"{comparison.path.stem}: skipped, no {interpreter(comparison.peer)}", file=sys.stderr)
             failed = True
             continue
         try:

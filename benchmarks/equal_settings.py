@@ -1,13 +1,13 @@
 """Train PPO here and in Stable-Baselines3 with the same settings: `python benchmarks/equal_settings.py`.
 
-The workloads E1 to E3 are CartPole, LunarLander and HalfCheetah. Seed by seed, ours and theirs run in turns on one
-thread; each result is kept at once in `benchmarks/results/equal_settings/`, and what is there is not run again.
+The workloads E1 to E3 are CartPole, LunarLander and HalfCheetah. Both libraries run in alternation, seed by seed, on
+one thread. Each result is stored at once in `benchmarks/results/equal_settings/`; stored results are not repeated.
 
     python benchmarks/equal_settings.py E1 --seeds 10
     python benchmarks/equal_settings.py --list
 
-The score is the mean return of the last 100 training episodes, the same in both libraries, and `reached` the cost of a
-mean return of the workload's goal. Stable-Baselines3 runs in `$PEERS_VENVS/sb3`, as for `compare.py`.
+The score is the mean return of the last 100 training episodes, in both libraries, and `reached` the cost of a mean
+return of the workload's goal. Stable-Baselines3 runs in `$PEERS_VENVS/sb3`, as for `compare.py`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def path_of(task: str, library: str, seed: int, folder: Path = FOLDER) -> Path:
 
 
 def load(task: str, library: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
-    """Return the runs that are there, by seed."""
+    """Return the stored runs, by seed."""
     runs = [json.loads(path.read_text()) for path in (folder / task).glob(f"{library}-seed*.json")]
     return sorted(runs, key=lambda run: int(run["seed"]))
 
 
 def main() -> None:
-    """Run what is missing."""
+    """Run the missing seeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", nargs="*", metavar="TASK", default=TASKS, help=f"of {', '.join(TASKS)}")
-    parser.add_argument("--seeds", type=int, default=10, help="seeds 0, 1, … of each")
+    parser.add_argument("tasks", nargs="*", metavar="TASK", default=TASKS, help=f"tasks: {', '.join(TASKS)}")
+    parser.add_argument("--seeds", type=int, default=10, help="number of seeds of each task")
     parser.add_argument("--steps", type=int, help="environment steps of each run, for trials with --out")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the results")
     parser.add_argument("--list", action="store_true", help="run nothing")
@@ -54,7 +54,7 @@ def main() -> None:
             commands = Comparison(task, "sb3", steps=steps).commands(seed, str(interpreter("sb3")))
             for library, command in zip(LIBRARIES, commands, strict=True):
                 path = path_of(task, library, seed, args.out)
-                print(f"{task}, {library}, seed {seed}: {'there' if path.exists() else 'to be run'}", flush=True)
+                print(f"{task}, {library}, seed {seed}: {'done' if path.exists() else 'missing'}", flush=True)
                 if not (args.list or path.exists()):
                     provenance = source()
                     found = run(command)

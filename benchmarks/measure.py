@@ -86,9 +86,10 @@ class Clock:
         self.episodes.append(len(EPISODE_RETURNS))
 
     def reached(self, episode_return: float) -> dict[str, float] | None:
-        """Return the cost, from the end of the imports, of a mean return over the last episodes; None without it.
+        """Return the cost of a mean return over the last episodes, from the end of the imports; None if not reached.
 
-        Building environments and networks counts, and compiling too. A return is noticed at the end of a rollout.
+        The cost includes making environments and networks, and compiling. Returns are checked at the end of each
+        rollout.
         """
         for (env_steps, wall, cpu), count in zip(self.marks, self.episodes, strict=True):
             last = EPISODE_RETURNS[max(0, count - REACHED_OVER) : count]

@@ -118,7 +118,7 @@ def reproduce(
     result: dict[str, Any] = {"algorithm": config.parent.name, "configuration": config.stem, "seed": seed}
     config, recipe = config.resolve(), RECIPES.get(f"{config.parent.name}/{config.stem}", Recipe())
     if folder is not None and recipe.before:
-        raise ValueError(f"folder={str(folder)!r}: expected None for {config.stem}, which begins with other runs")
+        raise ValueError(f"folder={str(folder)!r}: expected None for {config.stem}, which starts from other runs")
     place = tempfile.TemporaryDirectory() if folder is None else nullcontext(str(folder.resolve()))
     with place as scratch, made_before(recipe, scratch, result):
         logger, more = {"save_dir": scratch, "name": "log", "version": "run"}, []

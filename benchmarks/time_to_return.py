@@ -2,9 +2,9 @@
 
     python benchmarks/time_to_return.py
 
-runs W1 in turns on one thread, seed by seed. The time is CPU time from the end of the imports, so that compiling
-counts; wall time stands beside it. The result is `benchmarks/results/time_to_return.json`, kept after each run; what
-is there is not run again. Peers without a virtual environment `$PEERS_VENVS/<peer>` are left out.
+Runs W1 in alternation on one thread, seed by seed. The time is CPU time from the end of the imports, compiling
+included; wall time is given too. The result is `benchmarks/results/time_to_return.json`, stored after each run; stored
+runs are not repeated. Peers without a virtual environment `$PEERS_VENVS/<peer>` are skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 
 def commands(seed: int, steps: int) -> dict[str, list[str]]:
-    """Return the command lines of everything that can be run here."""
+    """Return the command lines of all libraries that are installed."""
     found = {name: Comparison("W1", "sb3", steps=steps, **how).commands(seed, "")[0] for name, how in OURS.items()}
     for peer, (workloads, _) in PEERS.items():
         if "W1" in workloads and interpreter(peer).exists():
@@ -38,7 +38,7 @@ def commands(seed: int, steps: int) -> dict[str, list[str]]:
 
 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return medians over seeds; of the seeds that reached the return, with their number."""
+    """Return medians over the seeds that reached the return, with their number."""
     result = {}
     for name, found in runs.items():
         reached = [one["reached"] for one in found if one["reached"] is not None]
@@ -51,7 +51,7 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run what is missing."""
+    """Run the missing seeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS, help="environment steps of each run")
