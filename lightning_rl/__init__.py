@@ -25,6 +25,8 @@ if TYPE_CHECKING:
         TFAgentsPPO,
     )
     from lightning_rl.callbacks import (
+        Curriculum,
+        CurriculumStage,
         EnvStepCheckpoint,
         EnvStepInterval,
         EnvStepLimit,
@@ -70,6 +72,8 @@ __all__ = [
     "BehaviourCloning",
     "ClippingConfig",
     "CriticPretraining",
+    "Curriculum",
+    "CurriculumStage",
     "DebugConfig",
     "EnvConfig",
     "EnvStepCheckpoint",

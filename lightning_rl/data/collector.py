@@ -26,7 +26,7 @@ from lightning_rl.environments import (
     TensorEnvironments,
     make_environments,
 )
-from lightning_rl.environments.contract import LIFE_LOST
+from lightning_rl.environments.contract import LIFE_LOST, EnvSettings
 from lightning_rl.environments.seeding import SAMPLING, TRAINING, derive_seed
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked
 from lightning_rl.policies.interface import Policy, PolicyOutput, as_recurrent, tensor_conversion, to_environment
@@ -472,6 +472,7 @@ class Sampler:
     def __init__(self, spec: EnvironmentSpec, num_envs: int, rollout_length: int, info_keys: Sequence[str]) -> None:
         self.spec, self.num_envs, self.rollout_length, self.info_keys = spec, num_envs, rollout_length, info_keys
         self.starts = 0
+        self.settings: EnvSettings = {}, {}
         self._collector: Collector | None = None
         self._last_state: dict[str, Any] | None = None
         self._restored: list[Any] = []
@@ -495,6 +496,8 @@ class Sampler:
         self.starts += 1
         self._last_state = None
         environments = make_environments(self.spec, self.num_envs, seeds, space_pair=space_pair)
+        if any(self.settings):
+            environments.set_env_settings(self.settings)
         self._collector = Collector(environments, *space_pair, self.rollout_length, generator, dtype, self.info_keys)
         if self._restored:
             states, self._restored = self._restored, []
@@ -506,6 +509,13 @@ class Sampler:
         if self.spec.env.on_failure == "restart":
             rollout.failures = self._collector.environments.pop_failures()
         return rollout
+
+    def set_env_settings(self, settings: EnvSettings) -> None:
+        """Change the environments, also those that are made later; see `RolloutDataModule.set_env_settings`."""
+        if settings != self.settings:
+            self.settings = settings
+            if self._collector is not None:
+                self._collector.environments.set_env_settings(settings)
 
     def store_state(self, is_finished: bool) -> None:
         """Keep the state for a checkpoint that is saved after `close`, if the learner has finished the last rollout."""

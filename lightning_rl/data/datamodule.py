@@ -369,10 +369,30 @@ class RolloutDataModule(LightningDataModule):
                 "begin new episodes; weights, optimizers and counters are restored"
             )
         sizes = (self.num_envs, self.rollout_length, tuple(self.info_keys))
-        setup = ActorSetup(self.spec, *sizes, self._spaces, seed, self._rank, self._sampler.starts)
+        state = (self._sampler.starts, self._sampler.settings)
+        setup = ActorSetup(self.spec, *sizes, self._spaces, seed, self._rank, *state)
         start = RayActors if self.actors.backend == "ray" else ProcessActors
         source = start(self.actors, setup, cast(nn.Module, policy), version)
         return BoundedLag(source, self.actors.max_policy_lag, version)
+
+    def set_env_settings(self, attributes: Mapping[str, Any], reset_options: Mapping[str, Any] | None = None) -> None:
+        """Change the training environments of this rank, in place of earlier changes; evaluation stays as it is.
+
+        With `sync` and `async` each environment changes at the start of its next episode, with `native` and `torch` all
+        change at once. Asynchronous actors change with the next rollout that the learner requests. Checkpoints have the
+        settings of unfinished episodes only: set them again in `on_train_start` of a resumed run.
+
+        Args:
+            attributes: Attributes of the environment or of a wrapper, by name.
+            reset_options: `options` of `reset` (`sync` and `async` only).
+
+        Raises:
+            ConfigurationError: An environment lacks an attribute, or the backend takes no reset options. Before the
+                first rollout, that rollout raises it.
+        """
+        self._sampler.set_env_settings((dict(attributes), dict(reset_options or {})))
+        if self._source is not None:
+            self._source.set_env_settings(self._sampler.settings)
 
     def call_while_waiting(self, function: Callable[[], None]) -> None:
         """Call a function in the main thread twice a second while the learner waits; its exception ends the wait."""

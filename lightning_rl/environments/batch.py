@@ -18,6 +18,7 @@ from lightning_rl.environments.contract import (
     LOST,
     OWN_STATE,
     EnvironmentFailure,
+    EnvSettings,
     WorkerFailure,
     autoreset_mode,
     complaint,
@@ -30,7 +31,7 @@ from lightning_rl.environments.seeding import EpisodeTracker, role_prefix
 from lightning_rl.environments.workers import ChooseAhead, WorkerPool
 from lightning_rl.environments.wrappers.history import VectorHistory
 from lightning_rl.nested import Nested, map_leaves, nested_paths, space_leaves
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import ConfigurationError, check
 
 Array = np.ndarray[Any, Any]
 
@@ -108,6 +109,23 @@ def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
         for name, value in (("began", 0), ("episodes", -1), ("resets_next", False))
     }
     return {**state, **counts, "environments": [*kept, *beginning]}
+
+
+def set_vector_attributes(env: VectorEnv[Any, Any, Any], settings: EnvSettings) -> None:
+    """Set attributes of the outermost wrapper that has them, or of the vector environment itself."""
+    attributes, reset_options = settings
+    check(not reset_options, "reset_options", reset_options, "none: vector environments reset their parts themselves")
+    for name, value in attributes.items():
+        owner: Any = env
+        while isinstance(owner, VectorWrapper) and not hasattr(owner, name):
+            owner = owner.env
+        check_attributes([] if hasattr(owner, name) else [name], env)
+        setattr(owner, name, value)
+
+
+def check_attributes(missing: Sequence[str], env: VectorEnv[Any, Any, Any]) -> None:
+    """Raise a `ConfigurationError` if there are `missing` attributes."""
+    check(not missing, "attributes", list(missing), f"attributes of the environments in {env}")
 
 
 def to_tensors(values: dict[str, Any]) -> dict[str, Any]:
@@ -273,6 +291,18 @@ class EnvironmentBatch:
                 observations = self._reset(options={"reset_mask": ended})
         self._check_observations(observations)
         return Step(observations, rewards, terminated, truncated, valid, finals, infos, failed, *repeats)
+
+    def set_env_settings(self, settings: EnvSettings) -> None:
+        """Change attributes and reset options; see `RolloutDataModule.set_env_settings`."""
+        with self._named("set_env_settings"):
+            if not isinstance(self._reset_seed, list):
+                set_vector_attributes(self.env, settings)
+                return
+            if isinstance(pool := self.env.unwrapped, WorkerPool):
+                pool.settings = settings
+            env: Any = self.env
+            for missing in env.call("set_env_settings", settings):
+                check_attributes(missing or [], self.env)
 
     def pop_failures(self) -> list[str]:
         """Return a message for each environment that was replaced since the last call."""

@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from types import CodeType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
@@ -27,6 +27,8 @@ IDLE = "lightning_rl/idle"
 """Key of the `info` of a step: rows that ignored their action because they wait for other rows, `[B]`."""
 LIFE_LOST = "lightning_rl/life_lost"
 """Key of the `info` of a step: a game that is evaluated as one episode lost a life and continues."""
+EnvSettings: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
+"""Attributes of environments, and options of their `reset`, both by name."""
 
 
 class EnvironmentFailure(ExplainedError, RuntimeError):

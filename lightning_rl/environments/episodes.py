@@ -25,6 +25,7 @@ from lightning_rl.environments.contract import (
     MAX_RESTARTS_IN_A_ROW,
     OWN_STATE,
     EnvironmentFailure,
+    EnvSettings,
     complaint,
     give_up,
     is_failure,
@@ -165,6 +166,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._shape, self._dtype = space.shape, space.dtype
         self._bounds_checked = False
         self._observation: Any = None
+        self._settings: EnvSettings = {}, {}
         self._begin_log()
         self._may_continue_game = env.has_wrapper_attr("continued_game")
         # The reset options that begin a stream with a new game.
@@ -176,6 +178,11 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             and all(isinstance(one, TimeLimit) or type(one) in _STATELESS for one in _wrappers(env))
         )
 
+    def set_env_settings(self, settings: EnvSettings) -> list[str]:
+        """Set attributes and reset options from the next episode on; return the attributes that do not exist."""
+        self._settings = settings
+        return [name for name in settings[0] if not self.env.has_wrapper_attr(name)]
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if seed is None:
             self.episode += 1
@@ -184,7 +191,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             options = options if self.first_options is None else {**self.first_options, **(options or {})}
         self.step_count = 0
         try:
-            result = self.env.reset(seed=derive_seed(self.stream_seed, self.episode), options=options)
+            result = self._reset_env(options)
             if type(result) is not tuple or len(result) != 2:
                 raise Unexpected(self._older_interface("reset", f"reset returned {type(result).__name__}"))
             observation, info = result
@@ -244,6 +251,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             "resets": [place for place, action in enumerate(self._log) if action is _RESET],
             "actions": map_stacked(np.stack, actions) if actions else np.zeros(0),
             "observation": map_leaves(lambda _, x: np.array(x), self._paths, self._observation),
+            "settings": self._begun_with,
             "reward_sum": self._reward_sum,
             "ends": [list(end) for end in self._ends],
             OWN_STATE: own.state_dict() if self._has_own_state else None,
@@ -256,21 +264,35 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         are equal, the next episode of the stream has begun.
         """
         self.stream_seed, self.episode = record["stream_seed"], record["episode"]
+        settings, self._settings = self._settings, record.get("settings", self._settings)
+        exact = self._restore_episode(record)
+        self._settings = settings
+        if not exact:
+            self.episode = record["episode"]
+            self.reset(options=self.first_options)
+        return exact, self._observation
+
+    def _restore_episode(self, record: dict[str, Any]) -> bool:
+        """Restore the state of an episode with its own settings, and return whether it equals the recorded one."""
         if record.get(OWN_STATE) is not None and self._has_own_state:
             own: Any = self.env.unwrapped
-            self.env.reset(seed=derive_seed(self.stream_seed, self.episode), options=self.first_options)
+            self._reset_env(self.first_options)
             own.load_state_dict(record[OWN_STATE])
             for limit in _wrappers(self.env):
                 if isinstance(limit, TimeLimit):
                     limit._elapsed_steps = record["step_count"]  # private; Gymnasium 1.4 can only set it to 0
             self._begin_log()
             self._observation, self.step_count = record["observation"], record["step_count"]
-            return True, self._observation
-        exact = "actions" in record and not self._depends_on_past_episodes(record) and self._replay(record)
-        if not exact:
-            self.episode = record["episode"]
-            self.reset(options=self.first_options)
-        return exact, self._observation
+            return True
+        return "actions" in record and not self._depends_on_past_episodes(record) and self._replay(record)
+
+    def _reset_env(self, options: dict[str, Any] | None) -> Any:  # noqa: ANN401 - unchecked
+        attributes, reset_options = self._settings
+        for name, value in attributes.items():
+            self.env.set_wrapper_attr(name, value)
+        if reset_options:
+            options = {**reset_options, **(options or {})}
+        return self.env.reset(seed=derive_seed(self.stream_seed, self.episode), options=options)
 
     def _depends_on_past_episodes(self, record: dict[str, Any]) -> bool:
         """Whether the state may depend on earlier episodes in a way that a replay does not show."""
@@ -293,7 +315,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _begin_log(self) -> None:
         self._log: deque[Any] = deque(maxlen=MAX_LOGGED_ACTIONS)
-        self._first_episode = self.episode
+        self._first_episode, self._begun_with = self.episode, self._settings
         self._reward_sum = 0.0
         self._ends: list[list[Any]] = []  # of lives: length of the log, terminated, truncated
 
@@ -381,9 +403,9 @@ class RestartingEpisodes(SeededEpisodes):
         self._restarts_in_a_row = 0
         return observation, reward, terminated, truncated, info
 
-    def next_episode(self, stream_seed: int, episode: int) -> tuple[Any, dict[str, Any]]:
+    def next_episode(self, stream_seed: int, episode: int, settings: EnvSettings) -> tuple[Any, dict[str, Any]]:
         """Begin the episode after `episode` of the stream of a lost worker process."""
-        self.stream_seed, self.episode = stream_seed, episode
+        self.stream_seed, self.episode, self._settings = stream_seed, episode, settings
         observation, info = self.reset(options=self.first_options)
         return observation, info | {EPISODE: self.episode}
 

@@ -13,8 +13,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
 
-from lightning_rl.environments.batch import Step
-from lightning_rl.environments.contract import EnvironmentFailure, autoreset_mode, is_failure, summary
+from lightning_rl.environments.batch import Step, set_vector_attributes
+from lightning_rl.environments.contract import EnvironmentFailure, EnvSettings, autoreset_mode, is_failure, summary
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
 from lightning_rl.validation import check
 
@@ -112,6 +112,10 @@ class TensorEnvironments:
         if numbers.dim() and step.valid is not None:
             numbers = numbers[step.valid.cpu()]
         return numbers.flatten().tolist()
+
+    def set_env_settings(self, settings: EnvSettings) -> None:
+        """Change attributes; see `RolloutDataModule.set_env_settings`."""
+        set_vector_attributes(self.env, settings)
 
     def pop_failures(self) -> list[str]:
         return []

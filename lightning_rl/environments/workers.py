@@ -34,6 +34,7 @@ from lightning_rl.environments.contract import (
     LOST,
     MAX_RESTARTS_IN_A_ROW,
     EnvironmentFailure,
+    EnvSettings,
     WorkerFailure,
     batch_infos,
     give_up,
@@ -86,6 +87,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
 
     Attributes:
         tracker: Tracks the episode and step of every environment, also of lost workers.
+        settings: Settings of environments that replace lost ones.
         choose_ahead: Chooses the next actions of the first half of the environments while the second half still steps,
             in the next call of `step`; the call after that ignores the actions of the first half.
     """
@@ -106,6 +108,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.timeout = timeout
         self.tracker = EpisodeTracker([], None)
+        self.settings: EnvSettings = {}, {}
         self._factories = factories
         self._mode = autoreset_mode
         self._replaces_workers = replaces_workers
@@ -194,7 +197,8 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
             if self._losses_in_a_row[index] > MAX_RESTARTS_IN_A_ROW:
                 give_up(EnvironmentFailure(failures[-1]))
             self._start(index)
-            self._send({index: ("next_episode", {"stream_seed": stream_seed, "episode": episode})})
+            arguments = {"stream_seed": stream_seed, "episode": episode, "settings": self.settings}
+            self._send({index: ("next_episode", arguments)})
             (info,) = self._answers([index])
             if info is not None:
                 row = list(iterate(self.observation_space, self.observations))[index]

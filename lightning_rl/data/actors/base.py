@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_rl.data.collector import Sampler
 from lightning_rl.environments import Backend, EnvironmentFailure, EnvironmentSpec
+from lightning_rl.environments.contract import EnvSettings
 from lightning_rl.environments.seeding import ACTORS, derive_seed
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import (
@@ -122,6 +123,10 @@ class RolloutSource(Protocol):
         """Send a policy to the actors for their next rollouts; raise an `EnvironmentFailure` if one has ended."""
         ...
 
+    def set_env_settings(self, settings: EnvSettings) -> None:
+        """Change the environments with the next request for a rollout; see `RolloutDataModule.set_env_settings`."""
+        ...
+
     def next_rollout(self, while_waiting: Callable[[], None]) -> Rollout:
         """Wait for the next rollout. `while_waiting` is called twice a second, and its exceptions end the wait.
 
@@ -147,6 +152,10 @@ class BoundedLag:
             self.source.publish(policy, version)
             self._version = version
 
+    def set_env_settings(self, settings: EnvSettings) -> None:
+        """Change the environments; see `RolloutSource`."""
+        self.source.set_env_settings(settings)
+
     def next_rollout(self, while_waiting: Callable[[], None] = lambda: None) -> Rollout:
         """Wait for a rollout that is recent enough; it includes the failures and losses of those that were dropped."""
         begin, dropped, lost, failures = time.perf_counter(), 0, 0, list[str]()
@@ -169,7 +178,7 @@ class BoundedLag:
 
 @dataclass(frozen=True)
 class ActorSetup:
-    """Environments, `Sampler.starts` and seeds of the actors of one rank."""
+    """Environments, `Sampler.starts`, settings and seeds of the actors of one rank."""
 
     spec: EnvironmentSpec
     num_envs: int
@@ -179,6 +188,7 @@ class ActorSetup:
     seed: int
     rank: int
     start: int
+    settings: EnvSettings = ({}, {})
 
     def seed_of(self, actor: int, first: int = 0) -> int:
         """Return the seed of an actor; `first`, the number of its first rollout, is not 0 if it replaces another."""
@@ -194,6 +204,7 @@ class ActorSetup:
         dtype = next(policy.parameters()).dtype
         torch.set_default_dtype(dtype)  # as the Trainer's precision plugin does
         sampler = Sampler(self.spec, self.num_envs, self.rollout_length, self.info_keys)
+        sampler.set_env_settings(self.settings)
         try:
             sampler.start(self.spaces, seed, 0, torch.device("cpu"), dtype)
         except BaseException:

@@ -22,6 +22,7 @@ from torch import nn
 from lightning_rl.data.actors.base import ActorConfig, ActorSetup, Failure, silence_other_actors
 from lightning_rl.data.actors.transport import POLL_SECONDS, PackedRollout, SharedWeights, pack, unpack
 from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.environments.contract import EnvSettings
 from lightning_rl.environments.workers import kill, live_with_parent, none_left_on_failure, signals_waiting
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import Policy, PolicyOutput
@@ -64,12 +65,12 @@ class _Stopped(Exception):
 def run_actor(
     actor: int, setup: ActorSetup, module: nn.Module, weights: SharedWeights, status: ActorStatus, pipe: Connection
 ) -> None:
-    """Collect a rollout for each True in the `pipe`, and end with False; the main function of an actor process."""
+    """Collect a rollout for each `EnvSettings` in the `pipe`, and end with None; the main function of an actor."""
     live_with_parent()
     torch.set_num_threads(1)
     seed_everything(setup.seed_of(actor) % 2**32, verbose=False)  # for environments that use global generators
     silence_other_actors(actor)
-    requests = iter(functools.partial(_next_request, pipe), False)
+    requests = iter(functools.partial(_next_request, pipe), None)
     results: queue.SimpleQueue[PackedRollout | Failure] = queue.SimpleQueue()
     # A thread sends, so that the next rollout can begin while the pipe is full.
     threading.Thread(target=_send_all, args=(results, pipe), daemon=True).start()
@@ -78,7 +79,8 @@ def run_actor(
         with contextlib.closing(setup.start_sampler(module, setup.seed_of(actor))) as sampler:
             # A stopped rollout ends at its next step. The instance is changed, not the class, which others may use.
             vars(policy)["act"] = functools.partial(status.unless_stopped, policy.act)
-            for _ in requests:
+            for settings in requests:
+                sampler.set_env_settings(settings)
                 status.set_busy(actor, True)
                 results.put(pack(sampler.collect(policy, refresh()), actor))
                 status.set_busy(actor, False)
@@ -91,11 +93,11 @@ def run_actor(
             pass
 
 
-def _next_request(pipe: Connection) -> bool:
+def _next_request(pipe: Connection) -> EnvSettings | None:
     try:
-        return bool(pipe.recv())
+        return cast(EnvSettings | None, pipe.recv())
     except (EOFError, OSError):  # the learner has ended
-        return False
+        return None
 
 
 def _send_all(results: queue.SimpleQueue[PackedRollout | Failure], pipe: Connection) -> None:
@@ -114,7 +116,7 @@ class ProcessActors:
     """
 
     def __init__(self, options: ActorConfig, setup: ActorSetup, policy: nn.Module, version: int) -> None:
-        self._options, self._setup = options, setup
+        self._options, self._setup, self._settings = options, setup, setup.settings
         context = multiprocessing.get_context(options.start_method)
         self._weights = SharedWeights(policy, context)
         self._weights.publish(policy, version)
@@ -149,7 +151,11 @@ class ProcessActors:
 
     def _request(self, actor: int, another: bool = True) -> None:
         with contextlib.suppress(OSError):  # the process has ended; `_check_actors` raises
-            self._pipes[actor].send(another)
+            self._pipes[actor].send(self._settings if another else None)
+
+    def set_env_settings(self, settings: EnvSettings) -> None:
+        """Change the environments; see `RolloutSource`."""
+        self._settings = settings
 
     def publish(self, policy: nn.Module, version: int) -> None:
         self._weights.publish(policy, version, self._check_actors)

@@ -29,7 +29,7 @@ from lightning_rl.data.actors.transport import (
 )
 from lightning_rl.data.collector import Sampler
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.environments.contract import MAX_RESTARTS_IN_A_ROW
+from lightning_rl.environments.contract import MAX_RESTARTS_IN_A_ROW, EnvSettings
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import Policy
 from lightning_rl.rollouts.rollout import Rollout
@@ -58,7 +58,9 @@ class RayWorker:
         self._weights = move_into_one_block(policy).numpy()
         return f"process {os.getpid()} on {platform.node()}"
 
-    def collect(self, number: int, weights: NDArray[np.uint8], version: int) -> PackedRollout | Failure | None:
+    def collect(
+        self, number: int, settings: EnvSettings, weights: NDArray[np.uint8], version: int
+    ) -> PackedRollout | Failure | None:
         """Return a rollout or a failure; None if this process has replaced another one and has not joined.
 
         `number` counts the requests to all processes of this actor; `weights` is a read-only block of `gather_weights`.
@@ -68,6 +70,7 @@ class RayWorker:
         try:
             if self._sampler is None:
                 self._sampler = self._setup.start_sampler(self._policy, self._setup.seed_of(self._actor, number))
+            self._sampler.set_env_settings(settings)
             self._weights[:] = weights
             packed = pack(self._sampler.collect(cast(Policy, self._policy), version), self._actor, share=False)
             # Ray writes arrays into its store without an extra copy.
@@ -116,7 +119,7 @@ class RayActors:
         import ray
 
         self._ray: Any = ray
-        self._options, self._setup = options, setup
+        self._options, self._setup, self._settings = options, setup, setup.settings
         self._resources = dict(options.resources or {"CPU": 1})
         self._owns_session = _connect(ray, options.ray_address)
         self._requests: dict[Any, _Request] = {}
@@ -158,6 +161,10 @@ class RayActors:
     def publish(self, policy: nn.Module, version: int) -> None:
         self._weights = self._ray.put(gather_weights(policy).numpy()), version
 
+    def set_env_settings(self, settings: EnvSettings) -> None:
+        """Change the environments; see `RolloutSource`."""
+        self._settings = settings
+
     def next_rollout(self, while_waiting: Callable[[], None]) -> Rollout:
         try:
             while True:
@@ -191,7 +198,8 @@ class RayActors:
     def _request_rollout(self, actor: int) -> None:
         member = self._members[actor]
         collect = member.handle.collect.options(max_task_retries=0)
-        self._requests[collect.remote(member.requested, *self._weights)] = _Request(actor, member.life, joining=False)
+        reference = collect.remote(member.requested, self._settings, *self._weights)
+        self._requests[reference] = _Request(actor, member.life, joining=False)
         member.requested += 1
 
     def _receive(self, reference: Any) -> PackedRollout | None:  # noqa: ANN401 - a type of Ray

@@ -1,0 +1,139 @@
+"""A curriculum: training environments that change from stage to stage."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+
+from lightning_rl.callbacks.video import data_of
+from lightning_rl.distributed import gather_ranks
+from lightning_rl.rollouts.rollout import Rollout
+from lightning_rl.validation import check, check_keywords, check_number, check_positive_int
+
+
+@dataclass(frozen=True)
+class CurriculumStage:
+    """One stage of a curriculum. With both ends, the stage ends at whichever comes first; the last stage has none.
+
+    Args:
+        attributes: Values of attributes of the environment or of a wrapper, the same names in all stages.
+        reset_options: `options` of `reset` (backends `sync` and `async`).
+        until_return: The stage ends once the mean return of recent training episodes reaches this number.
+        until_env_steps: The stage ends at this environment step of the run.
+    """
+
+    attributes: dict[str, Any] = field(default_factory=dict)
+    reset_options: dict[str, Any] = field(default_factory=dict)
+    until_return: float | None = None
+    until_env_steps: int | None = None
+
+    def check(self, name: str) -> None:
+        """Raise a `ConfigurationError` that begins with `name` if an option is invalid."""
+        check_keywords(f"{name}.attributes", self.attributes, "a dict of attributes by name")
+        check_keywords(f"{name}.reset_options", self.reset_options, "a dict of options by name")
+        if self.until_return is not None:
+            check_number(f"{name}.until_return", self.until_return)
+        if self.until_env_steps is not None:
+            check_positive_int(f"{name}.until_env_steps", self.until_env_steps)
+
+
+# The command line takes the fields of the class only.
+if TYPE_CHECKING:
+    Stages = Sequence[CurriculumStage | Mapping[str, Any]]
+else:
+    Stages = Sequence[CurriculumStage]
+
+
+class Curriculum(Callback):
+    """Change attributes or reset options of the training environments from stage to stage.
+
+    With the backends `sync` and `async`, an environment changes at the start of its next episode; with `native` and
+    `torch`, all change at once. Evaluation environments do not change. Logged after each rollout, for the stage of the
+    next rollout: `curriculum/stage`, counted from 0, and `curriculum/<attribute>` for numbers. A resumed run continues
+    in its stage.
+
+    Args:
+        stages: The stages, as `CurriculumStage` or dicts of its fields.
+        episodes: Number of recent training episodes of all ranks in the mean return of `until_return`. Episodes that
+            ended in an earlier stage do not count.
+
+    Raises:
+        ConfigurationError: A stage is invalid, or is not followed by another one as its ends say.
+    """
+
+    def __init__(self, stages: Stages, episodes: int = 50) -> None:
+        self.stages = [stage if isinstance(stage, CurriculumStage) else CurriculumStage(**stage) for stage in stages]
+        check(len(self.stages) > 1, "stages", stages, "a list of at least two stages")
+        check_positive_int("episodes", episodes)
+        for number, stage in enumerate(self.stages):
+            stage.check(name := f"stages[{number}]")
+            names, expected = sorted(stage.attributes), sorted(self.stages[0].attributes)
+            check(names == expected, f"{name}.attributes", names, f"{expected}, as in the first stage")
+            ends = stage.until_return is not None or stage.until_env_steps is not None
+            is_last = number == len(self.stages) - 1
+            check(ends != is_last, name, stage, "until_return or until_env_steps, but in the last stage neither")
+        steps = [stage.until_env_steps for stage in self.stages if stage.until_env_steps is not None]
+        check(all(x < y for x, y in pairwise(steps)), "stages: until_env_steps", steps, "increasing numbers")
+        self.stage = 0
+        self._returns: deque[float] = deque(maxlen=episodes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the stage, and the recent returns in it."""
+        return {"stage": self.stage, "returns": list(self._returns)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the stage."""
+        self.stage = state_dict["stage"]
+        self._returns.extend(state_dict["returns"])
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that there are training environments."""
+        data_of(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Change the environments to the current stage."""
+        count = len(self.stages)
+        check(self.stage < count, "stages: length", count, f"more than {self.stage}, the stage in the checkpoint")
+        self._change(trainer)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,  # noqa: ANN401
+        batch: Rollout,
+        batch_idx: int,
+    ) -> None:
+        """Begin the next stage if the current one has ended."""
+        for returns in gather_ranks(batch.episodes.returns):
+            self._returns.extend(returns)
+        before = self.stage
+        while self._is_over(int(pl_module.env_steps)):  # type: ignore[arg-type]
+            self.stage += 1
+            self._returns.clear()
+        if self.stage > before:
+            rank_zero_info(f"Curriculum: stage {self.stage} begins at {pl_module.env_steps} environment steps")
+            self._change(trainer)
+        values = {"stage": self.stage, **self.stages[self.stage].attributes}
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                pl_module.log(f"curriculum/{name}", float(value))
+
+    def _is_over(self, env_steps: int) -> bool:
+        stage = self.stages[self.stage]
+        if stage.until_env_steps is not None and env_steps >= stage.until_env_steps:
+            return True
+        is_full = len(self._returns) == self._returns.maxlen
+        return is_full and fmean(self._returns) >= (math.inf if stage.until_return is None else stage.until_return)
+
+    def _change(self, trainer: Trainer) -> None:
+        stage = self.stages[self.stage]
+        data_of(trainer).set_env_settings(stage.attributes, stage.reset_options)
