@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Trainer
 
-from lightning_rl import save_episodes
+from lightning_rl import PPO, RolloutDataModule, save_episodes
 from lightning_rl.cli.main import main
 from lightning_rl.policies.recurrent import MemoryOptions
 from lightning_rl.rollouts.batch import check_minibatches
@@ -133,6 +134,12 @@ def test_configuration_runs_for_two_rollouts(path):
         small += ["--model.num_minibatches=2", "--model.num_epochs=1"]
     if given["model"]["class_path"] == "OffPolicyPPG":
         small += ["--model.batch_size=8"]
+    if given["model"]["class_path"] == "Distillation":
+        spaces = RolloutDataModule(**data)
+        trainer = Trainer(accelerator="cpu", logger=False)
+        trainer.strategy.connect(PPO(spaces.observation_space, spaces.action_space))
+        trainer.save_checkpoint("teacher.ckpt")
+        small += ["--model.teacher=teacher.ckpt"]
     if "episodes" in data:
         record_cartpole(Path("episodes.pt"))
         small += ["--data.episodes=episodes.pt"]

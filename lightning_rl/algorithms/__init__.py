@@ -5,6 +5,7 @@ from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.algorithms.behaviour_cloning import BehaviourCloning
 from lightning_rl.algorithms.clear import CLEAR
 from lightning_rl.algorithms.critic_pretraining import CriticPretraining
+from lightning_rl.algorithms.distillation import Distillation
 from lightning_rl.algorithms.impala import IMPALA
 from lightning_rl.algorithms.overlapped_ppo import OverlappedPPO
 from lightning_rl.algorithms.ppg import PPG
@@ -23,6 +24,7 @@ __all__ = [
     "VMPO",
     "BehaviourCloning",
     "CriticPretraining",
+    "Distillation",
     "OffPolicyPPG",
     "OnPolicyAlgorithm",
     "OverlappedPPO",

@@ -7,7 +7,11 @@ from lightning_rl.environments.make import check_filmable, make_environments, sp
 from lightning_rl.environments.rendering import FilmMaker, cameras
 from lightning_rl.environments.spec import Backend, EnvConfig, EnvironmentSpec, EnvOptions
 from lightning_rl.environments.tensor_batch import TensorEnvironments
-from lightning_rl.environments.wrappers.partial_observation import PartialObservation, TerminationAsTruncation
+from lightning_rl.environments.wrappers.partial_observation import (
+    PartialObservation,
+    SplitObservation,
+    TerminationAsTruncation,
+)
 
 __all__ = [
     "AtariPreprocessing",
@@ -19,6 +23,7 @@ __all__ = [
     "EnvironmentSpec",
     "FilmMaker",
     "PartialObservation",
+    "SplitObservation",
     "Step",
     "TensorEnvironments",
     "TerminationAsTruncation",

@@ -1,8 +1,8 @@
-"""Wrappers that hide entries of observations, or report terminations as truncations."""
+"""Wrappers that hide or group entries of observations, or report terminations as truncations."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -20,19 +20,46 @@ class PartialObservation(gymnasium.ObservationWrapper[Any, Any, Any]):
 
     def __init__(self, env: gymnasium.Env[Any, Any], indices: Sequence[int]) -> None:
         super().__init__(env)
-        space = env.observation_space
-        is_vector = isinstance(space, spaces.Box) and len(space.shape) == 1
-        check(is_vector, "indices", indices, f"observations that are vectors, not {space}")
-        assert isinstance(space, spaces.Box)
-        known = len(indices) > 0 and all(is_int(i) and 0 <= i < space.shape[0] for i in indices)
-        check(known, "indices", indices, f"some of the entries 0 to {space.shape[0] - 1}")
+        self.observation_space = _part("indices", env.observation_space, indices)
         self._indices = np.asarray(indices)
-        low, high = space.low[self._indices], space.high[self._indices]
-        self.observation_space = spaces.Box(low, high, dtype=space.dtype)
 
     def observation(self, observation: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         visible: np.ndarray[Any, Any] = observation[self._indices]
         return visible
+
+
+class SplitObservation(gymnasium.ObservationWrapper[Any, Any, Any]):
+    """Groups the entries of a vector into a `Dict`, whose parts `policy.critic_only` can hide from the actor.
+
+    Args:
+        env: An environment with a `Box` of one dimension.
+        parts: Indices of the entries of each part: `{"position": [0, 2], "velocity": [1, 3]}` for CartPole.
+
+    Raises:
+        ConfigurationError: Observations are not vectors, or have no such entry.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], parts: Mapping[str, Sequence[int]]) -> None:
+        super().__init__(env)
+        check(len(parts) > 0, "parts", parts, "a dict from names to indices")
+        space = env.observation_space
+        self.observation_space = spaces.Dict({name: _part(f"parts.{name}", space, at) for name, at in parts.items()})
+        self._parts = {name: np.asarray(at) for name, at in parts.items()}
+
+    def observation(self, observation: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the parts."""
+        return {name: observation[at] for name, at in self._parts.items()}
+
+
+def _part(field: str, space: spaces.Space[Any], indices: Sequence[int]) -> spaces.Box:
+    """Return the space of some entries of a vector; raise an error about `field` if the space has no such entries."""
+    is_vector = isinstance(space, spaces.Box) and len(space.shape) == 1
+    check(is_vector, field, indices, f"observations that are vectors, not {space}")
+    assert isinstance(space, spaces.Box)
+    known = len(indices) > 0 and all(is_int(i) and 0 <= i < space.shape[0] for i in indices)
+    check(known, field, indices, f"some of the entries 0 to {space.shape[0] - 1}")
+    at = np.asarray(indices)
+    return spaces.Box(space.low[at], space.high[at], dtype=space.dtype)
 
 
 class TerminationAsTruncation(gymnasium.Wrapper[Any, Any, Any, Any]):

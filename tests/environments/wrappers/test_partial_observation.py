@@ -4,7 +4,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from lightning_rl.environments import PartialObservation
+from lightning_rl.environments import PartialObservation, SplitObservation
 from lightning_rl.validation import ConfigurationError
 
 
@@ -30,3 +30,19 @@ def test_only_the_given_entries_are_visible():
 def test_invalid_entries_and_observations_are_errors(env_id, indices, message):
     with pytest.raises(ConfigurationError, match=message):
         PartialObservation(gymnasium.make(env_id), indices)
+
+
+def test_parts_of_a_vector_are_a_dict():
+    whole = gymnasium.make("CartPole-v1")
+    split = SplitObservation(gymnasium.make("CartPole-v1"), {"position": [0, 2], "velocity": [3, 1]})
+    observation, _ = whole.reset(seed=1)
+    parts, _ = split.reset(seed=1)
+    assert parts["position"].tolist() == observation[[0, 2]].tolist()
+    assert parts["velocity"].tolist() == observation[[3, 1]].tolist()
+    assert split.observation_space["position"].high.tolist() == whole.observation_space.high[[0, 2]].tolist()
+
+
+@pytest.mark.parametrize("parts", [{}, {"a": []}, {"a": [4]}, {"a": [0], "b": [-1]}])
+def test_parts_must_exist(parts):
+    with pytest.raises(ConfigurationError, match="parts"):
+        SplitObservation(gymnasium.make("CartPole-v1"), parts)

@@ -1,0 +1,90 @@
+"""A teacher that sees the velocities of CartPole teaches a recurrent policy that does not.
+
+    OMP_NUM_THREADS=1 python benchmarks/distillation.py [--seeds 3]
+
+The teacher is trained with `configs/ppo/cartpole.yaml`, the student with `configs/distillation/cartpole.yaml`, and both
+are evaluated every 3,072 environment steps. Recurrent PPO is `configs/ppo/cartpole_memory.yaml`, whose results are in
+`benchmarks/results/ppo/cartpole_memory`. The result goes to `benchmarks/results/distillation_steps/cartpole.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import seed_everything
+from record import RESULTS, ROOT
+from short_runs import Scores, quiet_trainer, write_result
+
+from lightning_rl import PPO, Distillation, EnvStepLimit, EnvStepValidation, RolloutDataModule
+
+GOAL, EVERY = 475, 3_072
+
+
+def fit(config: str, seed: int, scores: Scores, path: Path, env: Any, **options: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Train with a shipped configuration, save a checkpoint, and return the options of the environment."""
+    seed_everything(seed)
+    settings = yaml.safe_load((ROOT / "configs" / config).read_text())
+    data = RolloutDataModule(**settings["data"] | ({} if env is None else {"env": env}), seed=seed)
+    kind = {"PPO": PPO, "Distillation": Distillation}[settings["model"]["class_path"]]
+    model = kind(data.observation_space, data.action_space, **settings["model"]["init_args"] | options)
+    limit = EnvStepLimit(settings["max_env_steps"])
+    trainer = quiet_trainer(limit, EnvStepValidation(EVERY), scores, max_epochs=-1)
+    trainer.fit(model, data)
+    trainer.save_checkpoint(path)
+    return settings["data"]["env"]
+
+
+def reached(env_steps: list[int], returns: list[float]) -> int | None:
+    """Return the environment step of the first evaluation that reaches the goal."""
+    return next((step for step, score in zip(env_steps, returns, strict=True) if score >= GOAL), None)
+
+
+def run(seed: int, folder: Path) -> dict[str, Any]:
+    """Return the evaluations of one student."""
+    student_config = yaml.safe_load((ROOT / "configs" / "distillation" / "cartpole.yaml").read_text())
+    teaching, learning = Scores(), Scores()
+    fit("ppo/cartpole.yaml", seed, teaching, folder / "teacher.ckpt", student_config["data"]["env"])
+    fit("distillation/cartpole.yaml", seed, learning, folder / "s.ckpt", None, teacher=str(folder / "teacher.ckpt"))
+    ends = student_config["model"]["init_args"]["distillation_coef"]["points"][-1][0]
+    alone = [score for step, score in zip(learning.env_steps, learning.returns, strict=True) if step > ends]
+    return {
+        "seed": seed,
+        "teacher": teaching.returns[-1],
+        "steps_to_goal": reached(learning.env_steps, learning.returns),
+        "lowest_return_of_ppo_alone": min(alone),
+        "env_steps": learning.env_steps,
+        "returns": learning.returns,
+    }
+
+
+def recurrent_ppo() -> list[int | None]:
+    """Return the steps to the goal of each seed of recurrent PPO, evaluated every 15,360 steps."""
+    files = sorted((RESULTS / "ppo" / "cartpole_memory").glob("seed*.json"))
+    curves = [json.loads(file.read_text())["curve"]["val/episode_return"] for file in files]
+    return [reached(*map(list, zip(*curve, strict=True))) for curve in curves]
+
+
+def compare(seeds: int) -> dict[str, Any]:
+    """Return the runs of every seed beside recurrent PPO."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [run(seed, Path(folder)) for seed in range(seeds)]
+    return {
+        "configuration": "configs/distillation/cartpole.yaml",
+        "goal": GOAL,
+        "steps_to_goal": [one["steps_to_goal"] for one in runs],
+        "steps_to_goal_of_recurrent_ppo": recurrent_ppo(),
+        "lowest_return_of_ppo_alone": [one["lowest_return_of_ppo_alone"] for one in runs],
+        "runs": runs,
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    seeds = parser.parse_args().seeds
+    write_result("distillation_steps/cartpole", lambda: compare(seeds))

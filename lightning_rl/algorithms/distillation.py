@@ -1,0 +1,88 @@
+"""Distillation from a teacher beside PPO (Ross et al. 2011, Schmitt et al. 2018)."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_rl import algorithms
+from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.algorithms.ppo import PPO
+from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
+from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.distributions import Distribution
+from lightning_rl.spaces import SpaceOrDict
+from lightning_rl.training.loss import Loss
+from lightning_rl.training.schedules import Scheduled
+from lightning_rl.validation import check
+
+
+class Distillation(PPO):
+    """PPO of a student that also imitates a teacher on the observations that the student visits.
+
+    The student acts, and the teacher labels (DAgger, Ross et al. 2011). The loss of `PPO`, with its policy loss and
+    entropy bonus times `rl_coef`, plus
+
+        distillation_coef · mean KL(teacher ‖ student)
+
+    With schedules of both coefficients, one run begins with distillation and continues with PPO. The critic learns the
+    values of the student from the first rollout on. `policy.critic_only` names the parts of an observation that the
+    teacher sees and the student does not.
+
+    Args:
+        teacher: Path of the checkpoint of the teacher: any algorithm with the same spaces, without memory. The file is
+            read for training only.
+        distillation_coef: Weight of the divergence. May be a schedule.
+        rl_coef: Weight of PPO's policy loss and entropy bonus. May be a schedule.
+        **kwargs: Options of `PPO`.
+    """
+
+    def __init__(
+        self,
+        observation_space: SpaceOrDict,
+        action_space: SpaceOrDict,
+        *,
+        teacher: str,
+        distillation_coef: Scheduled = 1.0,
+        rl_coef: Scheduled = 1.0,
+        **kwargs: Any,  # noqa: ANN401 - options of the base class
+    ) -> None:
+        super().__init__(observation_space, action_space, **kwargs)
+        self.distillation_coef = self.scheduled("distillation_coef", distillation_coef, at_least=0)
+        self.rl_coef = self.scheduled("rl_coef", rl_coef, at_least=0)
+
+    @cached_property
+    def teacher(self) -> ActorCritic:
+        """The policy of the teacher; no part of the parameters.
+
+        Raises:
+            ConfigurationError: The file is not a checkpoint of this package, or its policy does not fit the student.
+        """
+        path = self.options["teacher"]
+        name = read_checkpoint(path, "teacher", mapped=True)[CHECKPOINT_KEY]["algorithm"]
+        loaded = getattr(algorithms, name, OnPolicyAlgorithm).load_from_checkpoint(path, map_location="cpu")
+        for space in ("observation_space", "action_space"):
+            found, expected = getattr(loaded, space), getattr(self, space)
+            check(found == expected, f"teacher: {space}", found, f"{expected}, as the student")
+        option = "policy.action_distribution"
+        found, expected = loaded.options[option], self.options[option]
+        check(found == expected, f"teacher: {option}", found, f"{expected!r}, as the student")
+        check(loaded.policy.memory is None, "teacher: policy.memory", loaded.policy.memory, "None")
+        return loaded.policy.requires_grad_(False)
+
+    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
+        """Check also that the teacher can be loaded."""
+        super().check_run(trainer, rollout_shape)
+        self.teacher.to(self.device)
+
+    def add_policy_terms(self, loss: Loss, distribution: Distribution) -> None:
+        """Add the terms of `PPO` and the divergence from the teacher."""
+        loss.scale = self.rl_coef
+        super().add_policy_terms(loss, distribution)
+        loss.scale = 1.0
+        with torch.no_grad():
+            labels, _ = self.actor_critic(loss.batch, self.teacher.to(self.device))
+        loss.add("distillation_loss", labels.kl(distribution), self.distillation_coef)
