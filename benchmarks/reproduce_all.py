@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results, failed = args.out or RESULTS, []
     for name, seed, there in plan(args.names or known, args.seeds, results):
         wanted = args.again or not there
-        print(f"{name}, seed {seed}: {'missing' if wanted else 'done'}", flush=True)
+        print(f"{name}, seed {seed}: {'to be run' if wanted else 'there'}", flush=True)
         if not wanted or args.list:
             continue
         config = str(HERE.parent / "configs" / f"{name}.yaml")
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pages = () if args.list or args.out else PAGES
     failed += [page for page in pages if not script(page)]
     if failed:
-        print(f"failed: {'; '.join(failed)}", file=sys.stderr)
+        print(f"could not be run: {'; '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
 
 
