@@ -1,8 +1,9 @@
-"""Strategies that fork or spawn processes; those that divide a network among devices are refused."""
+"""Strategies that fork or spawn processes; the ones that are refused; `test_sharding` has `ModelParallelStrategy`."""
 
 import copy
 import pickle
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -121,19 +122,23 @@ def test_the_command_line_refuses_to_divide_a_network_and_writes_nothing(capsys,
         main(["fit", *SMALL, f"--trainer.strategy={strategy}"])
     assert stopped.value.code == 1
     message = capsys.readouterr().err.splitlines()[-1]
-    assert message.startswith(f"lightning-rl: error: strategy='{strategy}' divides the parameters")
-    assert "expected 'ddp'" in message
+    assert message.startswith(f"lightning-rl: error: strategy='{strategy}' is not supported: Lightning runs FSDP1")
+    assert "ModelParallelStrategy(data_parallel_size=2" in message
     assert not list(in_tmp_path.iterdir())
 
 
-def test_the_trainer_is_refused_before_an_environment_is_made():
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [({"save_distributed_checkpoint": True}, "save_distributed_checkpoint"), ({}, "tensor_parallel_size=2")],
+)
+def test_tensor_parallelism_and_folders_of_checkpoints_are_refused_before_an_environment_is_made(given, field):
     data = make_data()
     model = make_model(data)
-    try:
-        with pytest.raises(ConfigurationError, match=r"strategy='ModelParallelStrategy' divides .* expected 'ddp'"):
-            make_trainer(strategy=ModelParallelStrategy()).fit(model, data)
-    finally:
-        torch.distributed.destroy_process_group()
+    strategy = ModelParallelStrategy(**{"save_distributed_checkpoint": False} | given)
+    strategy.setup_environment = lambda: None  # type: ignore[method-assign]
+    model._device_mesh = {"tensor_parallel": mock.Mock(size=lambda: 2)}
+    with pytest.raises(ConfigurationError, match=f"{field}.* ModelParallelStrategy.data_parallel_size=2, tensor_p"):
+        make_trainer(strategy=strategy).fit(model, data)
     assert data._sampler._collector is None
 
 

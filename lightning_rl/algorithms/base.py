@@ -44,9 +44,10 @@ from lightning_rl.options import (
     refuse_unknown_options,
 )
 from lightning_rl.policies.acting import act
-from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic, copy_to_cpu
 from lightning_rl.policies.config import POLICY_OPTIONS, PolicyConfig, PolicyOptions
 from lightning_rl.policies.distributions import Distribution
+from lightning_rl.policies.sharding import copy_whole, shard
 from lightning_rl.policies.values import on_rows
 from lightning_rl.rollouts.batch import Batch, set_global_weights
 from lightning_rl.rollouts.episode import Episode
@@ -55,6 +56,7 @@ from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict, space_from_dict
 from lightning_rl.training.advantages import AdvantageEstimator, explained_variance
 from lightning_rl.training.checks import (
+    check_mesh,
     check_options,
     check_spaces,
     check_strategy,
@@ -194,6 +196,7 @@ class OnPolicyAlgorithm(LightningModule):
         self.replays: dict[str, Replay] = {}
         self.not_in_checkpoints: set[str] = set()
         self.skipped_updates, self.updating = 0, False
+        self._whole_policy: list[nn.Module] = []  # in a list, which hides it from checkpoints
         self._restored_ranks: list[dict[str, Any]] = []
         self._restored_plan: int | None = None
         self._set_learning_rates(learning_rate)
@@ -406,6 +409,7 @@ class OnPolicyAlgorithm(LightningModule):
         for config in self.trainer.lr_scheduler_configs:
             step_scheduler(config.scheduler, scheduler_spec(self.options))
         self.clock.policy_version += 1
+        self._update_acting_policy()
         if (publish := getattr(self.trainer.datamodule, "publish_policy", None)) is not None:  # type: ignore[attr-defined]
             publish()  # to asynchronous actors
         self.clock.advance(rollout, self.device)
@@ -492,6 +496,22 @@ class OnPolicyAlgorithm(LightningModule):
         return weights
 
     # ------------------------------------------------------------------ acting
+
+    def acting_policy(self) -> nn.Module:
+        """Return the policy that acts: `policy`, or a whole copy of it on a device that acts fast.
+
+        With sharded parameters all ranks update the copy after each training step. On XLA the copy is on the CPU and
+        new in each call: XLA runs whole graphs, and one graph per environment step would be slow.
+        """
+        if self._whole_policy:
+            return self._whole_policy[0]
+        return copy_to_cpu(self.policy) if self.device.type == "xla" else self.policy
+
+    def _update_acting_policy(self) -> None:
+        for policy in self._whole_policy:
+            copy_whole(self.policy, policy)
+
+    on_validation_start = on_test_start = on_predict_start = _update_acting_policy  # a checkpoint was loaded
 
     def forward(self, observations: Nested, deterministic: bool = True, memory: Nested | None = None) -> Nested:
         """Return actions `[B, ...]` for observations `[B, *shape]`: modes, or samples unless `deterministic`.
@@ -590,10 +610,15 @@ class OnPolicyAlgorithm(LightningModule):
         wanted += [HistogramLogger] if self.options["debug.histograms"] else []
         return [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in present)]
 
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and not self._whole_policy:
+            self._whole_policy = [shard(self.policy, self.device_mesh["data_parallel"])]
+
     def setup(self, stage: str) -> None:
         self._roll_back()  # an update that an exception interrupted
         self.updating = False
         check_strategy(self.trainer.strategy)
+        check_mesh(self.device_mesh)
         compile_policy_alone(self, self.policy)
         check_spaces(self, self.trainer.datamodule)  # type: ignore[attr-defined]
 
@@ -620,6 +645,7 @@ class OnPolicyAlgorithm(LightningModule):
         self.check_actors(getattr(data, "num_actors", 0))
 
     def on_train_start(self) -> None:
+        self._update_acting_policy()
         self._restore_this_rank()
         for optimizer in self.steps.all_optimizers:
             for group in optimizer.param_groups:  # a checkpoint may come from another device
@@ -769,6 +795,10 @@ class OnPolicyAlgorithm(LightningModule):
             for sentence in changes(checkpoint, self):
                 rank_zero_info(sentence)
             adopt_settings(checkpoint, self)
+            if self._whole_policy:  # `ModelParallelStrategy` has already loaded the optimizers
+                for stored, optimizer in zip(checkpoint["optimizer_states"], self.trainer.optimizers, strict=False):
+                    for group, settings in zip(optimizer.param_groups, stored["param_groups"], strict=True):
+                        group |= {name: x for name, x in settings.items() if name != "params"}
             self.skipped_updates = state["skipped_updates"]
             clock.env_steps_before_epochs = state["env_steps_before_epochs"]
             self._restored_ranks, self._restored_plan = state["ranks"], state["planned_env_steps"]

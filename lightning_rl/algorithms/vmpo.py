@@ -14,6 +14,7 @@ from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.distributed import gather_rows, mean_of_all_ranks, world_size
 from lightning_rl.nested import Nested
 from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.sharding import whole
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
@@ -91,7 +92,7 @@ class VMPO(OnPolicyAlgorithm):
     @property
     def duals(self) -> Tensor:
         """The temperature η and the coefficient α, `[2]`, at least 1e-8."""
-        return softplus(self.policy.get_parameter("dual")) + 1e-8
+        return softplus(whole(self.policy.get_parameter("dual"))) + 1e-8
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
         return with_acting_distributions(self.policy, rollout, super().batch, per_step)

@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointFailure
 from lightning_rl.distributed import gather_ranks
 from lightning_rl.files import load_plain
+from lightning_rl.policies.sharding import whole
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.engine import WHAT_TO_TRY, EagerEngine
 from lightning_rl.training.gradient_steps import not_finite_throughout, total_norm
@@ -114,8 +116,10 @@ def skip_or_raise(module: Any, rollout: Rollout, terms: Mapping[str, float]) -> 
     evidence = gather_ranks((not is_finite, set(terms) != {"grad_norm"}))
     culprit = evidence.index(max(evidence))
     message = None
+    states = (module.state_dict(), [optimizer.state_dict() for optimizer in module.trainer.optimizers])
+    states = apply_to_collection(states, Tensor, lambda x: whole(x).cpu())  # a collective call
     if module.global_rank == culprit:
-        path = save_failed_update(module, terms)
+        path = save_failed_update(module, terms, *states)
         saved = "it could not be saved" if path is None else f"FailedUpdate.load({str(path)!r}).replay() repeats it"
         message = (
             f"{what}; the parameters are those from before this minibatch. {WHAT_TO_TRY}; debug.check_numerics=true "
@@ -124,7 +128,12 @@ def skip_or_raise(module: Any, rollout: Rollout, terms: Mapping[str, float]) -> 
     raise FloatingPointError(gather_ranks(message)[culprit])
 
 
-def save_failed_update(module: Any, terms: Mapping[str, float]) -> Path | None:  # noqa: ANN401 - an algorithm
+def save_failed_update(
+    module: Any,  # noqa: ANN401 - an algorithm
+    terms: Mapping[str, float],
+    state_dict: Mapping[str, Tensor],
+    optimizer_states: Sequence[Mapping[str, Any]],
+) -> Path | None:
     """Save the failed update in the Trainer's folder; return the path, or None if it cannot be written."""
     trainer, failed = module.trainer, module.steps.failed_minibatch
     if failed is None:
@@ -136,8 +145,8 @@ def save_failed_update(module: Any, terms: Mapping[str, float]) -> Path | None: 
         "algorithm": f"{type(module).__module__}.{type(module).__qualname__}",
         "hyper_parameters": dict(module.hparams),
         "precision": trainer.precision,
-        "state_dict": move_data_to_device(module.state_dict(), "cpu"),
-        "optimizer_states": [move_data_to_device(optimizer.state_dict(), "cpu") for optimizer in trainer.optimizers],
+        "state_dict": state_dict,
+        "optimizer_states": optimizer_states,
         "minibatch": minibatch_state(failed.minibatch),
         "loss": failed.loss,
         "part": failed.part,

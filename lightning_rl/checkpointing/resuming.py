@@ -45,7 +45,10 @@ def check_fits(checkpoint: Mapping[str, Any], module: Any) -> None:  # noqa: ANN
                 f"{name}={found} does not fit the checkpoint: expected {expected}, the space it was trained with"
             )
     different = [name for name in _MEANING_OPTIONS if _meaning(name, stored) != _meaning(name, own)]
-    shapes = [{name: x.shape for name, x in state.items()} for state in (checkpoint["state_dict"], module.state_dict())]
+    own_state = module.state_dict()
+    # `ModelParallelStrategy` has already loaded and removed the parameters.
+    states = (checkpoint.get("state_dict", own_state), own_state)
+    shapes = [{name: x.shape for name, x in state.items()} for state in states]
     if not different and shapes[0] == shapes[1]:
         return
     different = [name for name in _NETWORK_OPTIONS if stored.get(name) != own.get(name)] + different

@@ -40,7 +40,6 @@ from lightning_rl.environments.registry import find_spec
 from lightning_rl.environments.seeding import EVALUATION, FILMING, TESTING
 from lightning_rl.files import read_data
 from lightning_rl.options import changed, default_groups, flat, refuse_unknown_options
-from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import Policy
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.rollouts.rollout import Rollout
@@ -491,12 +490,10 @@ class RolloutDataModule(LightningDataModule):
     def _policy(self) -> tuple[Policy, int, torch.dtype, torch.device]:
         """Return policy, version, dtype and device of the module: the only access of the data to the model."""
         assert self.trainer is not None
-        module = self.trainer.lightning_module
-        policy: Any = module.policy
-        device = module.device
-        if device.type == "xla":  # XLA runs whole graphs: one graph per environment step would be slow
-            policy, device = copy_to_cpu(policy), torch.device("cpu")
-        return policy, int(getattr(module, "policy_version", 0)), next(policy.parameters()).dtype, device
+        module: Any = self.trainer.lightning_module
+        policy: Any = module.acting_policy() if hasattr(module, "acting_policy") else module.policy
+        parameter = next(policy.parameters())
+        return policy, int(getattr(module, "policy_version", 0)), parameter.dtype, parameter.device
 
     # ------------------------------------------------------------------------------------------------------- evaluation
 

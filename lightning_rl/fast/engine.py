@@ -182,6 +182,8 @@ def why_not(model: Any) -> str | None:  # noqa: ANN401
         return "the training step is compiled or replaced"
     if torch.is_anomaly_enabled():
         return "anomaly detection is on"
+    if model.device_mesh is not None:
+        return "the parameters are sharded over ranks"
     trainer, is_compiled = model.trainer, fast_paths == "compiled"
     if trainer.world_size > 1 and not is_compiled:
         return "several ranks exchange gradients in the backward pass"

@@ -23,8 +23,9 @@ _MOST_ENTRIES = 2**18
 
 
 def default_optimizer(model: Any) -> ClassSpec | None:  # noqa: ANN401 - an algorithm
-    """Return `FlatAdam` on CPU and CUDA devices, None on others or if `debug.fast_paths` is none."""
-    if model.options["debug.fast_paths"] == "none" or model.device.type not in ("cpu", "cuda"):
+    """Return `FlatAdam` for whole parameters on CPU and CUDA devices, None for others or without fast paths."""
+    has_vectors = model.device.type in ("cpu", "cuda") and model.device_mesh is None
+    if model.options["debug.fast_paths"] == "none" or not has_vectors:
         return None
     return {"class_path": "lightning_rl.fast.FlatAdam", "init_args": {"eps": 1e-5, "fused": True}}
 

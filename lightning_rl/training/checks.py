@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from lightning.pytorch import Trainer
@@ -48,6 +48,9 @@ from lightning_rl.validation import (
     is_one_of,
     to_plain_data,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def plain_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,30 +198,41 @@ def refuse_automatic_optimization(trainer: Trainer) -> None:
     check(accumulated == 1, "trainer.accumulate_grad_batches", accumulated, expected)
 
 
-# Their parameters are complete only inside the forward pass of `training_step`, but acting needs them outside of it.
-_SHARDED = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+_MODEL_PARALLEL = (
+    "ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)"
+)
 
 
 def check_strategy(strategy: str | Strategy) -> None:
-    """Check that a strategy, or its name, is not FSDP, model parallelism or DeepSpeed."""
+    """Check that a strategy, or its name, is not FSDP1 or DeepSpeed."""
     if isinstance(strategy, Strategy):
         kind = type(strategy)
         value = kind.__name__
     else:
-        # Lightning has no name for model parallelism, and its own error would not name an alternative.
-        named = {"model_parallel": ModelParallelStrategy} | {k: v["strategy"] for k, v in StrategyRegistry.items()}
-        kind, value = named.get(strategy, Strategy), strategy
-    if issubclass(kind, _SHARDED):
+        kind, value = {k: v["strategy"] for k, v in StrategyRegistry.items()}.get(strategy, Strategy), strategy
+    # Lightning has no name for model parallelism, and its own error would not name the class.
+    if issubclass(kind, FSDPStrategy | DeepSpeedStrategy) or strategy == "model_parallel":
         raise ConfigurationError(
-            f"strategy={value!r} divides the parameters among devices, but the policy needs all parameters to act: "
-            "expected 'ddp', which copies them to each device; networks of on-policy learning are small enough"
+            f"strategy={value!r} is not supported: Lightning runs FSDP1 and DeepSpeed on CUDA GPUs only, so they were "
+            f"never tested; expected 'ddp', or to shard over two devices {_MODEL_PARALLEL}"
         )
+    # Private in Lightning 2.6; nothing public has this argument.
+    folder = isinstance(strategy, ModelParallelStrategy) and strategy._save_distributed_checkpoint
+    expected = f"False, since a checkpoint is a single file: {_MODEL_PARALLEL}"
+    check(not folder, "save_distributed_checkpoint", True, expected)
 
 
 def training_device(trainer: Trainer) -> torch.device:
     """Return the device of a Trainer; strategies for several XLA devices know theirs only on the ranks."""
     strategy = trainer.strategy
     return torch.device("xla") if isinstance(strategy, XLAStrategy) else strategy.root_device
+
+
+def check_mesh(mesh: DeviceMesh | None) -> None:
+    """Check that the mesh of `ModelParallelStrategy` shards parameters, but does not split layers."""
+    size = 1 if mesh is None else mesh["tensor_parallel"].size()
+    expected = f"1, since each rank has its own environments: {_MODEL_PARALLEL}"
+    check(size == 1, "tensor_parallel_size", size, expected)
 
 
 def check_spaces(model: Any, data: object) -> None:  # noqa: ANN401 - an algorithm

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_rl import fast
 from lightning_rl.distributed import all_reduce, average, world_size
+from lightning_rl.policies.sharding import is_sharded, reshard, whole
 from lightning_rl.training.engine import EagerEngine, Engine
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import Minibatch
@@ -271,7 +272,7 @@ class GradientSteps:
         if frozen:  # DDP waits for a gradient of every parameter
             total = total + sum(0 * parameter.sum() for parameter in frozen)
         self.engine.backward(self.model, total)
-        for parameter in frozen:
+        for parameter in self.model.frozen_parameters(self.part) if frozen else ():  # sharded again
             parameter.grad = None
 
     def _apply_gradients(self, total: Tensor, batch: Any, name: str) -> None:  # noqa: ANN401
@@ -383,6 +384,7 @@ class GradientSteps:
         taken_back = self.record.is_open & ~keep
         if taken_back:
             restore()
+        reshard(self.model.policy)
         self.record.num_updates = self.record.num_updates - taken_back.long()
         self.record.observe(updates_taken_back=taken_back.float())
         self.record.stop_unless(keep)
@@ -508,7 +510,9 @@ def _at_least_float32(values: Tensor) -> Tensor:
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Average gradients over ranks; a parameter without a gradient on this rank counts as 0 for the other ranks."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [x for x in parameters if x.requires_grad and not is_sharded(x)]  # shards have averages already
+    if not trained:
+        return
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained])
     means = torch.split(average(flat), [p.numel() for p in trained])
     for parameter, mean in zip(trained, means, strict=True):
@@ -522,7 +526,10 @@ def _scaler(trainer: Trainer) -> torch.amp.GradScaler | None:
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the global norm of one or more gradients."""
+    """Return the global norm of one or more gradients, some of which may be sharded over ranks."""
+    if any(map(is_sharded, gradients)):
+        sharded = whole(nn.utils.get_total_norm([x for x in gradients if is_sharded(x)]))
+        gradients = [sharded, *(x for x in gradients if not is_sharded(x))]
     one = len(gradients) == 1
     norm: Tensor = torch.linalg.vector_norm(gradients[0]) if one else nn.utils.get_total_norm(gradients)
     return norm

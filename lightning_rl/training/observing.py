@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from torch import Tensor
 
 from lightning_rl.nested import leaves, map_leaves, space_leaves
+from lightning_rl.policies.sharding import whole
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.metrics import log_is_due
@@ -88,6 +89,6 @@ def _histograms(model: Any, batch: Batch, advantages: Tensor) -> Iterator[tuple[
         yield "/".join(filter(None, ("actions", path))), actions
     yield "advantages", advantages
     for name, parameter in model.policy.named_parameters():
-        yield f"parameters/{name}", parameter
+        yield f"parameters/{name}", whole(parameter)
         if parameter.grad is not None:
-            yield f"gradients/{name}", parameter.grad
+            yield f"gradients/{name}", whole(parameter.grad)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_rl.functional import squared_norm
 from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.sharding import whole
 from lightning_rl.validation import ConfigurationError, check, check_number, to_plain_data
 
 ActorOrCritic = Literal["actor", "critic"]
@@ -127,7 +128,9 @@ class WeightPenalty:
         if not wanted:
             return None
         weights = weights_by_part(policy)
-        return functools.reduce(operator.add, (c * squared_norm(weights[part]) for part, c in wanted.items()))
+        return functools.reduce(
+            operator.add, (c * squared_norm([whole(x) for x in weights[part]]) for part, c in wanted.items())
+        )
 
 
 def weights_by_part(policy: nn.Module) -> dict[str, list[Tensor]]:

@@ -17,6 +17,8 @@ _MISLEADING = (
     r"Using ModelCheckpoint with manual optimization and every_n_train_steps, but no pre-optimization state was saved",
     # Scores of an evaluation are over all ranks already.
     r"It is recommended to use `self.log\('((val|test)/episode\w*|step)', \.\.\., sync_dist=True\)`",
+    # FSDP2: values are views, and no operation changes them in place.
+    r"FSDP2-wrapped module .* returned a view tensor",
 )
 _COMMAND_LINE = (
     # A resumed run continues in its own folder.
