@@ -34,6 +34,7 @@ Handler = Callable[[int, FrameType | None], Any]
 class InterruptionGuard(Callback):
     """Stops interrupted runs between two rollouts; `OnPolicyAlgorithm` adds it to every Trainer.
 
+    * A Trainer without any checkpoint callback warns once per run.
     * After the first SIGINT (Ctrl-C) or SIGTERM, the update from the current rollout finishes, `LastCheckpoint` saves,
       and `Trainer.fit` raises `SystemExit` with status 130 or 143. A learner that waits for asynchronous actors stops
       at once. A second signal kills the process.
@@ -62,6 +63,11 @@ class InterruptionGuard(Callback):
         report_log_failures(trainer)
         if stage != "fit":
             return
+        if not (trainer.checkpoint_callbacks or trainer.fast_dev_run):  # type: ignore[attr-defined]
+            rank_zero_warn(
+                "The Trainer has no checkpoint callback: a run that is interrupted cannot be resumed. Add "
+                "LastCheckpoint('folder') to its callbacks, and continue with ckpt_path='folder/last.ckpt'"
+            )
         is_main = threading.current_thread() is threading.main_thread()
         self._free = {s for s in signal.valid_signals() if _is_free(signal.getsignal(s))} if is_main else set()
         self._handled, self._received, self._stopping, self._requeue = [], {}, [], {}

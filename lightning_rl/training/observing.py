@@ -62,7 +62,7 @@ class SaturationCheck(Callback):
             f"{share:.0%} of the action components in rollout {number} lie outside the bounds of the space, and the "
             "environment clips them, so that different actions have the same effect: lower initial_log_std, or set "
             f"policy.action_distribution to 'squashed_gaussian' or 'beta'{where}, which need finite bounds. "
-            f"The share is logged as {pl_module.metrics.prefix}/action_saturation"
+            "The share is logged as action_saturation"
         )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -383,3 +384,25 @@ def test_sigterm_alone_does_not_requeue(slurm, interrupt, tmp_path):
     assert exit_.value.code == 143
     assert not slurm.exists()
     assert stored(tmp_path / "last.ckpt") == 5
+
+
+@pytest.mark.filterwarnings("default:The Trainer has no checkpoint callback")
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 1),
+        ({"fast_dev_run": True}, 0),
+        ({"callbacks": [ModelCheckpoint()], "enable_checkpointing": True}, 0),
+        ({"callbacks": [EnvStepCheckpoint(64)], "enable_checkpointing": True}, 0),
+        ({"callbacks": [LastCheckpoint("run")], "enable_checkpointing": True}, 0),
+    ],
+)
+def test_a_run_without_checkpoints_warns_once(options: dict[str, Any], expected: int, in_tmp_path: Path) -> None:
+    data = make_data(rollout_length=8, rollouts_per_epoch=2)
+    trainer = make_trainer(max_epochs=2, **options)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.fit(make_model(data), data)
+        trainer.validate(make_model(data), data, verbose=False)
+    messages = [str(warning.message) for warning in found]
+    assert sum("no checkpoint callback: a run that is interrupted cannot be resumed" in x for x in messages) == expected
