@@ -17,7 +17,16 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.tuner import Tuner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_rl import A2C, PPO, EnvStepLimit, OffPolicyPPG, OnPolicyAlgorithm, Rollout, RolloutDataModule
+from lightning_rl import (
+    A2C,
+    PPO,
+    EnvStepLimit,
+    LastCheckpoint,
+    OffPolicyPPG,
+    OnPolicyAlgorithm,
+    Rollout,
+    RolloutDataModule,
+)
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     MemoryLogger,
@@ -156,11 +165,12 @@ def test_accelerator_auto_finds_a_device():
     assert model.policy_version == 2
 
 
-def test_ordinary_use_gives_no_warning():
+def test_ordinary_use_gives_no_warning(tmp_path):
+    checkpoints = {"enable_checkpointing": True, "callbacks": [LastCheckpoint(tmp_path)]}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")  # Lightning's own
-        trainer, model, data = fit(max_epochs=2, num_sanity_val_steps=2, logger=MemoryLogger())
+        trainer, model, data = fit(max_epochs=2, num_sanity_val_steps=2, logger=MemoryLogger(), **checkpoints)
         for evaluate in (trainer.validate, trainer.test, trainer.predict):
             evaluate(model, data)
 

@@ -76,6 +76,16 @@ def test_new_rollouts_are_on_policy_in_off_policy_ppg() -> None:
     assert recorder.rows[3]["value_age"] > 0
 
 
+def test_batches_contain_the_rollout_that_is_learned_from() -> None:
+    """Buffers with room for one rollout have no other steps: batches of a loader would be older."""
+    data = make_data(num_envs=4, rollout_length=16, rollouts_per_epoch=3)
+    sizes = {"batch_size": 64, "policy_buffer_size": 64, "value_buffer_size": 64}
+    model = OffPolicyPPG(data.observation_space, data.action_space, **REUSED | sizes)
+    recorder = Recorder()
+    make_trainer(callbacks=[recorder]).fit(model, data)
+    assert recorder.column("policy_age") == recorder.column("value_age") == [0, 0, 0]
+
+
 @pytest.mark.parametrize(
     "options",
     [

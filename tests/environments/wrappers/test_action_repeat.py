@@ -138,6 +138,23 @@ def test_frame_count_matches_the_reference_with_a_fixed_repeat():
     assert frames["simulated"] == num_envs * (5 + (8 + 1) + 5 + (8 + 1))
 
 
+@pytest.mark.parametrize(("case", "theirs"), [("base", 34), ("no_replay", 70)])
+def test_frames_of_chosen_repeats_are_those_of_the_actor(case, theirs):
+    """The reference counts a new sample of its own policy, which nobody has executed."""
+    inputs, expected = (
+        load("ppg_vtrace/seed_learner_tf")["inputs"],
+        load("ppg_vtrace/seed_learner_right")["cases"][case],
+    )
+    given = load("ppg_vtrace/seed_learner_tf")["learner"][case]["kwargs"]
+    chosen = torch.tensor(inputs["behaviour"]["step_mul"])[1:, given["batch_size_from_replay"] :, 0] + 1
+    environments = make_batch(COUNTER, chosen.shape[1], env={"learned_action_repeat": 8}, lengths=(100,))
+    environments.reset()
+    steps = [environments.step({"action": np.ones(len(row), np.int64), "repeat": row.numpy()}) for row in chosen]
+    environments.close()
+    assert sum(step.frames for step in steps) == expected["frames_right"]
+    assert expected["frames_counted_by_seed"] == theirs != expected["frames_right"]
+
+
 def test_nominal_frame_count_of_learned_repeats_counts_chosen_repeats():
     """Steps of 2, 3, 1 and 2 repeats of 2 frames; episodes of 5 frames end in the second and the fourth of these."""
     env = {"learned_action_repeat": 3, "action_repeat": 2, "frame_count": "nominal"}
