@@ -2,7 +2,7 @@
 
     python benchmarks/curves.py
 
-writes `docs/figures/curves.svg`, `docs/figures/compared.svg` and `docs/figures/three_tasks.svg`. Needs matplotlib.
+writes `curves.svg`, `compared.svg`, `three_tasks.svg` and `results.svg` in `docs/figures/`. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import results_page
 from table import GOALS, HERE, RESULTS, load_scores
 from zoo import environment
 
@@ -73,3 +74,4 @@ if __name__ == "__main__":
     draw()
     compare()
     three_tasks()
+    results_page.draw(load_scores())

@@ -7,6 +7,7 @@ devices are listed and skipped.
     python benchmarks/reproduce_all.py ppo/taxi a2c/cartpole  some configurations only
     python benchmarks/reproduce_all.py --seeds 3              seeds 0, 1, 2; default: seeds with a result, or 0
     python benchmarks/reproduce_all.py --again                train existing results again
+    python benchmarks/reproduce_all.py --pages                run nothing, write the pages and figures of what is there
     python benchmarks/reproduce_all.py --queue                long runs in the background, see training_queue.py
 """
 
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, help="number of seeds of each")
     parser.add_argument("--again", action="store_true", help="train existing results again")
     parser.add_argument("--list", action="store_true", help="run nothing")
+    parser.add_argument("--pages", action="store_true", help="run nothing, but write all pages and figures")
     parser.add_argument("--out", type=Path, help="another folder of results, without pages")
     training_queue.add_arguments(parser)
     args = parser.parse_args(arguments)
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.seeds is not None and args.seeds < 1:
         parser.error(f"--seeds {args.seeds}: expected at least 1")
     results, failed = args.out or RESULTS, []
-    for name, seed, there in plan(args.names or known, args.seeds, results):
+    for name, seed, there in () if args.pages else plan(args.names or known, args.seeds, results):
         wanted = args.again or not there
         print(f"{name}, seed {seed}: {'to be run' if wanted else 'there'}", flush=True)
         if not wanted or args.list:

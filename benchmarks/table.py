@@ -1,4 +1,4 @@
-"""Write the tables of `benchmarks/README.md`, and `docs/zoo.md`, from the JSON under `benchmarks/results/`.
+"""Write the tables of `benchmarks/README.md`, `docs/zoo.md` and `docs/results.md` from `benchmarks/results/`.
 
     python benchmarks/table.py [--check]
 
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import results_page
 import zoo
 
 HERE = Path(__file__).resolve().parent
@@ -269,6 +270,7 @@ if __name__ == "__main__":
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if one is out of date")
     only_check = parser.parse_args().check
     pages = {README: filled(README.read_text()), zoo.PAGE: zoo.page({**load_scores(stopped=True), **load_scores()})}
+    pages[results_page.PAGE] = results_page.page(load_scores())
     old = [page.name for page, text in pages.items() if not page.exists() or page.read_text() != text]
     if only_check:
         sys.exit(f"{' and '.join(old)} out of date: run python benchmarks/table.py" if old else 0)

@@ -39,6 +39,7 @@ import recipes  # noqa: E402
 import record  # noqa: E402
 import reproduce  # noqa: E402
 import reproduce_all  # noqa: E402
+import results_page  # noqa: E402
 import retention  # noqa: E402
 import scaling  # noqa: E402
 import start_up  # noqa: E402
@@ -244,6 +245,32 @@ def test_the_zoo_is_that_of_the_results_and_has_every_shipped_configuration():
     assert {score["source"] for score in published["scores"].values()} == set(published["sources"])
 
 
+def test_the_page_of_results_is_that_of_the_results():
+    runs = table.load_scores()
+    assert results_page.page(runs) == results_page.PAGE.read_text(), "run python benchmarks/table.py"
+    drawn = results_page.FIGURE.read_text()
+    shown = results_page.normalized(results_page.rows(runs))
+    assert len(shown) >= 15
+    assert all(f">{name}<" in drawn for name in shown), "run python benchmarks/reproduce_all.py --pages"
+
+
+def test_a_score_beats_a_published_mean_only_with_its_whole_interval():
+    seeds = [90.0, 100.0, 110.0, 120.0]  # the interval of their mean is about 95 to 115
+    assert results_page.verdict(seeds, 90) == "beats"
+    assert results_page.verdict(seeds, 110) == "matches"
+    assert results_page.verdict(seeds, 130) == "below"
+    assert results_page.verdict([0.0, 100.0, 200.0, 20.0], 140) == "below"  # in the interval, but far from the mean
+    assert results_page.verdict([-4.0, -4.2, -4.4], -4.1) == "matches"
+    assert results_page.verdict([1000.0] * 2, 1) == "fewer than three seeds"
+
+
+def test_results_are_compared_by_the_metric_of_the_source():
+    curve = {"val/episode_return": [[1, 5.0], [2, 9.0], [3, 7.0]]}
+    curve["rollout/episode_return"] = [[step, float(step)] for step in range(10)]
+    run = {"evaluation": {"mean": 6.0}, "curve": curve}
+    assert [results_page.score(run, metric) for metric in ("final", "maximum", "training")] == [6, 9, 7]
+
+
 def test_the_zoo_says_what_was_not_run_and_what_falls_short_of_its_goal():
     runs = [run for found in table.load_scores().values() for run in found if run["evaluation"]["mean"] == 500][:2]
     config = {"data": {"env_id": "CartPole-v1"}, "max_env_steps": 1_000}
@@ -293,6 +320,8 @@ def test_one_command_makes_what_is_missing_of_the_zoo_and_then_its_pages(tmp_pat
     commands.clear()
     assert reproduce_all.main(["ppo/taxi", "--seeds", "3", *out]) == 0
     assert commands == [[*of["taxi"], "2", *out]], "of another folder no pages are written"
+    commands.clear()
+    assert reproduce_all.main(["--pages"]) == 0 and commands == scripts, "nothing is run"
     commands.clear()
     assert reproduce_all.main(["--list"]) == 0 and commands == []
     listed = capsys.readouterr().out.splitlines()[-len(shipped_configs.names()) - 1 :]
