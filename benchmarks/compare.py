@@ -110,7 +110,7 @@ def run(command: list[str]) -> dict[str, Any]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=TIMEOUT)
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{' '.join(command[1:])} exceeded {TIMEOUT} s") from error
+        raise RuntimeError(f"{' '.join(command[1:])} was not done after {TIMEOUT} s") from error
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[1:])} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

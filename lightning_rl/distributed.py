@@ -131,10 +131,9 @@ def gather_tensors(x: Tensor) -> Tensor:
 
 
 def gather_rows(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """Return the rows of all ranks, `[M]`, by rank, and the number of rows of the ranks before and after this one.
+    """Return the rows of all ranks by rank, `[M]`, and the number of rows of the ranks before and after this one.
 
-    Args:
-        x: Rows of this rank, `[N]`, without gradient; N may differ between ranks.
+    `x` are the rows of this rank, `[N]`, without gradient; N may differ between ranks.
     """
     if world_size() == 1:
         return x, (0, 0)
@@ -148,10 +147,8 @@ def gather_rows(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
 def moments(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return number, mean and sum of squared deviations of the entries of each part over all ranks, `[parts]` each.
 
-    One collective call: the moments of the ranks are combined by the formula of Chan et al., 1979.
-
-    Args:
-        parts: Entries of this rank, `[N]` each; N may differ between parts and ranks.
+    Parts are `[N]`; N may differ between parts and ranks. One collective call: the moments of the ranks are combined by
+    the formula of Chan et al., 1979.
     """
     counts = parts[0].new_tensor([len(part) for part in parts])
     means = torch.stack([part.sum() for part in parts]) / counts.clamp(min=1)
@@ -186,14 +183,10 @@ class RankFailure(ExplainedError, RuntimeError):
 
 
 def end_all_ranks(error: Exception, children: list[subprocess.Popen[bytes]]) -> None:
-    """End this rank and its child ranks after an error; return only on the rank that reports the error.
+    """End this rank and its `children`, the ranks that it started; return only on the rank that reports the error.
 
     Returns at once without a process group. The first rank that fails reports. So an error of all ranks, such as a
     non-finite gradient, is reported once, and a lost connection only if the other rank was killed.
-
-    Args:
-        error: Exception of this rank.
-        children: Processes of the ranks that this rank started; empty under other launchers.
 
     Raises:
         SystemExit: Another rank reports.
@@ -227,7 +220,6 @@ def leave_process_group() -> None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int]:
-    """Return the exit codes of processes; kill processes that do not end in time, with exit code 0."""
     deadline = time.monotonic() + seconds
     codes = []
     for process in processes:

@@ -27,7 +27,6 @@ _OTHER_WRAPPER = "; a gymnasium.ObservationWrapper in --data.env.wrappers can co
 
 
 def _bound(array: np.ndarray) -> Any:  # noqa: ANN401 - a number or nested lists of numbers
-    """Return one number if all bounds are equal, else nested lists."""
     return array.flat[0].item() if array.size and (array == array.flat[0]).all() else array.tolist()
 
 

@@ -216,7 +216,6 @@ def class_path(field: str, value: type[Any] | str) -> str:
 
 
 def _path_of(value: object) -> str | None:
-    """Return the import path of a class; None for other objects, and for classes inside functions."""
     if not inspect.isclass(value) or "<locals>" in value.__qualname__:
         return None
     return f"{value.__module__}.{value.__qualname__}"

@@ -580,7 +580,6 @@ class OnPolicyAlgorithm(LightningModule):
                 self.schedules.anneal(name, getattr(self, name))
 
     def _check_policy(self) -> None:
-        """Raise a `ConfigurationError` unless the optimizers and penalties of the options fit the policy."""
         check_optimizers(self.policy, self.options, self.default_optimizer())
         try_optimizers(self.policy, self.options, self.default_optimizer(), on_any_device=True)
         penalties = (self.options[f"optimizer.l2.{part}"] for part in ("policy", "value", "shared"))

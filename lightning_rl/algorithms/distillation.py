@@ -58,8 +58,7 @@ class Distillation(PPO):
     def teacher(self) -> ActorCritic:
         """The policy of the teacher; no part of the parameters.
 
-        Raises:
-            ConfigurationError: The file is not a checkpoint of this package, or its policy does not fit the student.
+        A file that is no checkpoint of this package, or a policy that does not fit, raises a `ConfigurationError`.
         """
         path = self.options["teacher"]
         name = read_checkpoint(path, "teacher", mapped=True)[CHECKPOINT_KEY]["algorithm"]

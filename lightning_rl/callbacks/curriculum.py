@@ -58,15 +58,12 @@ class Curriculum(Callback):
     With the backends `sync` and `async`, an environment changes at the start of its next episode; with `native` and
     `torch`, all change at once. Evaluation environments do not change. Logged after each rollout, for the stage of the
     next rollout: `curriculum/stage`, counted from 0, and `curriculum/<attribute>` for numbers. A resumed run continues
-    in its stage.
+    in its stage. An invalid stage raises a `ConfigurationError`.
 
     Args:
         stages: The stages, as `CurriculumStage` or dicts of its fields.
         episodes: Number of recent training episodes of all ranks in the mean return of `until_return`. Episodes that
             ended in an earlier stage do not count.
-
-    Raises:
-        ConfigurationError: A stage is invalid, or is not followed by another one as its ends say.
     """
 
     def __init__(self, stages: Stages, episodes: int = 50) -> None:

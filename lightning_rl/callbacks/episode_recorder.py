@@ -33,7 +33,6 @@ def _suggesting_the_other(chosen: RecordAs) -> Iterator[None]:
 
 
 def _installed() -> tuple[RecordAs, ...]:
-    """Return the formats whose packages are installed; log what the others need."""
     missing: dict[RecordAs, ConfigurationError] = {}
     for one, check_packages in _CHECKS.items():
         try:

@@ -97,7 +97,6 @@ def _write(path: Path, content: memoryview) -> None:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove temporary files of dead processes."""
     for path in folder.glob(f"{_PREFIX}[0-9]*{_SUFFIX}"):
         if not _is_running(int(path.stem.removeprefix(_PREFIX))):
             path.unlink(missing_ok=True)

@@ -147,7 +147,6 @@ def _in_precision_of(dtype: torch.dtype, stored: Any) -> Any:  # noqa: ANN401 - 
 
 
 def _holds(replay: Replay, state: Mapping[str, Any]) -> bool:
-    """Whether the stored state of an empty replay contains rollouts."""
     filled = copy.deepcopy(replay)
     filled.load_state_dict({**state})
     return filled.num_bytes > 0

@@ -243,7 +243,6 @@ def _is_over(trainer: Trainer) -> bool:
 
 
 def _save_beside_others(trainer: Trainer) -> None:
-    """Save `interrupted.ckpt` in the folder of the first `ModelCheckpoint`."""
     folders = [c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]
     if not folders:
         rank_zero_warn("Stopped by a signal, and nothing was saved: the Trainer saves no checkpoints")
@@ -259,7 +258,6 @@ def _exit_status(signum: int, is_first_rank: bool) -> SystemExit:
 
 
 def _is_between_rollouts(trainer: Trainer) -> bool:
-    """Whether every collected rollout has been learned from completely."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     return not (getattr(trainer.lightning_module, "updating", False) or getattr(datamodule, "rollout_pending", False))
 

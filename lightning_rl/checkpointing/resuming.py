@@ -58,7 +58,6 @@ def check_fits(checkpoint: Mapping[str, Any], module: Any) -> None:  # noqa: ANN
 
 
 def _meaning(name: str, options: Mapping[str, Any]) -> Any:  # noqa: ANN401
-    """Return the value of an option, with synonyms replaced."""
     value = options.get(name)
     if name == "normalization.rewards":
         return reward_scale(value)
@@ -140,7 +139,6 @@ def _same_class(stored: Mapping[str, Any], own: Mapping[str, Any], group: str) -
 
 
 def _same_optimizers(stored: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Whether the stored optimizer states fit: number and classes of optimizers, parameters of each group."""
     forms = [
         (
             has_own_critic_optimizer(options),

@@ -241,12 +241,10 @@ class OnPolicyCLI(LightningCLI):
         return f"--config {relative(config)} --ckpt_path {relative(saver.best_model_path)}"
 
     def _savers(self) -> list[ModelCheckpoint]:
-        """Return the callbacks that saved a checkpoint: the best first, the newest last."""
         return [c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.best_model_path]
 
 
 def _end_of(trainer: Trainer, max_time: object) -> str:
-    """Return when training ends."""
     limits = [c.max_env_steps for c in trainer.callbacks if isinstance(c, EnvStepLimit)]  # type: ignore[attr-defined]
     ends: dict[str, Any] = {"environment steps": min(limits, default=-1), "epochs": trainer.max_epochs}
     ends |= {"optimizer steps": trainer.max_steps, "of max_time": max_time}

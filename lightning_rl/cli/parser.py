@@ -252,7 +252,6 @@ def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401 - a type
 
 
 def _expected(hint: Any) -> str:  # noqa: ANN401 - a type
-    """Return a type in words: `a number or null`."""
     origin, parts = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, UnionType, Literal):
         *first, last = dict.fromkeys(str(part) if origin is Literal else _expected(part) for part in parts)

@@ -366,7 +366,6 @@ class Collector:
             self._finals.append((t, index, map_leaves(itemgetter((t + 1, index)), self.observations)))
 
     def _final_observations(self) -> Finals:
-        """Return the truncated steps and the observations that they reached."""
         terminated = self._on_host("terminated")
         finals = [final for final in self._finals if not terminated[final[:2]]]
         if any(reached is None for _, _, reached in finals) and not self._warned:

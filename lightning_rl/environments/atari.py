@@ -55,10 +55,7 @@ class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class GameScore(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Puts the score and length of a finished game into `info` as `game_return` and `game_length`.
-
-    With episodic life and clipped rewards the return of a learning episode is not the score.
-    """
+    """Puts score and length of a finished game into `info`; with episodic life the return is not the score."""
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)

@@ -438,6 +438,5 @@ class EnvironmentBatch:
         map_leaves(check_leaf, self._float_names, observations)
 
     def _check_rows(self, name: str, rows: Array, first: int = 0) -> None:
-        """Raise if a row has an entry that is not finite in float32; row 0 belongs to environment `first`."""
         if (bad := first_not_finite(rows)) is not None:
             raise EnvironmentFailure(f"{self.label(first + bad[0])} {complaint(name, np.asarray(rows[bad[0]]))}")

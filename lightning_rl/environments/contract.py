@@ -67,7 +67,6 @@ def summary(error: BaseException) -> str:
 
 
 def _comes_from_signal(error: BaseException) -> bool:
-    """Whether a signal handler of this process raised an exception."""
     if threading.current_thread() is not threading.main_thread():  # Python runs signal handlers in the main thread
         return False
     if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -150,7 +149,6 @@ def batch_infos(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _empty_column(length: int, like: object) -> np.ndarray[Any, Any]:
-    """Return an array `[length, ...]` for values of `info` like one of them."""
     if isinstance(like, np.ndarray):
         return np.zeros((length, *like.shape), like.dtype)
     is_number = type(like) in (int, float, bool) or isinstance(like, np.number)

@@ -70,7 +70,6 @@ def _wait_for(pipe: Any, process: Any, who: str, what: str, timeout: float) -> A
 
 
 def _answer(pipe: Any, make: CloudpickleWrapper, who: str) -> None:  # noqa: ANN401 - a connection
-    """Make an environment, send its description and close it; runs in the new process."""
     live_with_parent()
     doing = "when it was made"
     try:

@@ -332,7 +332,6 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         return observation
 
     def _check_bounds(self, path: str, space: spaces.Space[Any], x: Any) -> None:  # noqa: ANN401
-        """Raise if a leaf is not in its discrete space; warn if it is out of the bounds of its `Box`."""
         name = f"observation {path}".rstrip()
         rounded = np.asarray(x).astype(space.dtype)
         if not isinstance(space, spaces.Box):

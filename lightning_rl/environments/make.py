@@ -313,7 +313,6 @@ def check_filmable(spec: EnvironmentSpec) -> None:
 
 
 def _clips(atari: AtariPreprocessing | None) -> RewardTransform | None:
-    """Return the function that the preprocessing applies to rewards in training only."""
     return sign if atari is not None and atari.clip_rewards else None
 
 

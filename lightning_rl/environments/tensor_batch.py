@@ -46,10 +46,7 @@ class TensorEnvironments:
         self._advance = _advance
 
     def compile(self) -> None:
-        """Compile the environment's `step` and the checks after it with `torch.compile`.
-
-        Code that PyTorch cannot trace, such as draws from a `torch.Generator` of the environment, runs uncompiled.
-        """
+        """Compile the environment's `step` and the checks after it; code that PyTorch cannot trace runs uncompiled."""
         if self._advance is _advance:
             rank_zero_info("compiling the step of the environments, once, about 10 s (cached for the next run)")
             self._advance = torch.compile(_advance)

@@ -224,7 +224,6 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
             self.close(terminate=True)
 
     def _step_in_halves(self, choose: ChooseAhead) -> tuple[Any, list[Any]]:
-        """Send the first half of the workers their next actions while the second half steps."""
         count = self.num_envs // 2
         outcomes = self._outcomes(range(count))
         map_leaves(lambda kept, x: setitem(kept, slice(count), x[:count]), self._kept, self.observations)
@@ -262,7 +261,6 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         child_pipe.close()
 
     def _check_spaces_of_workers(self) -> None:
-        """Wait until every environment is made, and raise if its spaces are not the described ones."""
         expected = {"observation_space": self.single_observation_space, "action_space": self.single_action_space}
         for name, space in expected.items():
             found = self._ask(dict.fromkeys(range(self.num_envs), ("call", name, (), {})))

@@ -267,7 +267,6 @@ class CompiledLosses:
         return torch.zeros((), dtype=dtype, device=self._model.device)
 
     def _with_tensor_as_weight(self, batch: Batch) -> Batch:
-        """Return a batch whose weight is a tensor, so that it is not a constant of the graph."""
         weight, normalized = self._set_weight(batch), batch.is_normalized
         batch = batch.replace()
         batch.weight, batch.is_normalized = cast(Any, weight), normalized
@@ -295,7 +294,6 @@ class CompiledLosses:
 
 
 def _layout(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return shape, strides and dtype of each tensor."""
     return [(x.shape, x.stride(), x.dtype) for x in tensors]
 
 

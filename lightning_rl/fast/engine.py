@@ -165,7 +165,6 @@ def engine_for(model: LightningModule) -> FastEngine | None:
 
 
 def _compiled_losses(model: LightningModule) -> CompiledLosses:
-    """Return the compiled losses of a model; their guards are checked for each rollout."""
     if model not in _compiled:
         _compiled[model] = CompiledLosses(model)
     _compiled[model].begin()

@@ -155,7 +155,6 @@ class PPOLoss:
         return policy_loss, gradient, (k3, k1, clipped)
 
     def _value_part(self, batch: Batch, values: Array) -> tuple[Any, Array]:
-        """Return the value loss, and the gradient of each value times `value_coef`."""
         returns, weight = batch.returns.numpy(), batch.weight
         errors = values - returns
         losses, gradient = errors * errors, errors
@@ -171,7 +170,6 @@ class PPOLoss:
 
 
 def _why_unsuited(parameters: Sequence[nn.Parameter]) -> str | None:
-    """Return the reason why gradients of these parameters cannot be set directly, or None."""
     if not have_one_dtype(parameters):
         return "the parameters are not all on the CPU in float32 or all in float64"
     if len(set(map(id, parameters))) < len(parameters):

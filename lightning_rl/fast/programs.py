@@ -227,7 +227,6 @@ def _side_by_side(
 
 
 def _norm(vectors: Sequence[Tensor]) -> Tensor:
-    """Return the global norm of vectors."""
     norms: list[Tensor] = [torch.linalg.vector_norm(x) for x in vectors]
     if len(norms) == 1:
         return norms[0]

@@ -279,7 +279,6 @@ def _required(x: T | None, name: str) -> T:
 def _check_critic_only(
     paths: Sequence[str] | None, space: spaces.Space[Any], shared_encoder: bool | None
 ) -> frozenset[str]:
-    """Return the paths of `critic_only`, after checks against the observation space."""
     if not paths:
         return frozenset()
     known = list(_dict_paths(space))

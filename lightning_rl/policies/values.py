@@ -117,7 +117,6 @@ def values_reached(policy: Policy, rollout: Rollout, values: Tensor) -> Tensor:
 
 
 def _recompute_values(policy: Policy, rollout: Rollout, known: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return `values` (`known` if given) and `next_values`, `[T, B]`."""
     memory, values = RecurrentState(), None
     if rollout.memory is not None:
         memory, values = _rerun(cast(RecurrentPolicy, policy), rollout)

@@ -1,7 +1,4 @@
-"""Comparisons of final scores over runs and environments (Agarwal et al. 2021, arXiv 2108.13264), as in `rliable`.
-
-Scores are `[N, M]`: one per run and environment.
-"""
+"""Comparisons of final scores `[N, M]` of runs and environments, as in `rliable` (Agarwal et al. 2021)."""
 
 from __future__ import annotations
 
@@ -24,11 +21,7 @@ def performance_profile(scores: Array, thresholds: Array) -> Array:
 def probability_of_improvement(scores: Array, others: Array) -> Array:
     """Return the probability that a run of the first algorithm beats one of the second, averaged over environments.
 
-    This is the Mann-Whitney statistic, in which ties count half.
-
-    Args:
-        scores: Scores of the first algorithm, `[N, M]`.
-        others: Scores of the second algorithm, `[L, M]`.
+    This is the Mann-Whitney statistic of scores `[N, M]` and `[L, M]`, in which ties count half.
     """
     differences = scores[:, None] - others[None]
     return np.asarray(((differences > 0) + 0.5 * (differences == 0)).mean())
@@ -44,15 +37,9 @@ def interquartile_mean(scores: Array) -> Array:
 def interval(
     statistic: Callable[..., Array], *scores: Array, confidence: float = 0.95, resamples: int = RESAMPLES
 ) -> tuple[Array, Array]:
-    """Return the percentile bootstrap interval of a statistic.
+    """Return the percentile bootstrap interval of a statistic of one or more algorithms' scores, `[N, M]` each.
 
     The bootstrap is stratified: in each environment, runs are drawn with replacement. The draws are always the same.
-
-    Args:
-        statistic: Function of the scores.
-        *scores: Scores of each algorithm that the statistic compares, `[N, M]`.
-        confidence: Confidence level.
-        resamples: Number of draws.
     """
     check(0 < confidence < 1, "confidence", confidence, "a number between 0 and 1")
     random = np.random.RandomState(0)  # rliable draws with this generator

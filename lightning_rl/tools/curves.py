@@ -142,7 +142,6 @@ def _key(settings: object) -> str:
 
 
 def _name(log: Log, logs: Sequence[Log]) -> str:
-    """Return algorithm and environment and, if other logs have the same, the settings that differ from them."""
     if not log.settings:
         return str(log.folder.parent)
     alike = [other for other in logs if (other.algorithm, other.environment) == (log.algorithm, log.environment)]
@@ -256,7 +255,6 @@ def _number(where: str, column: str, text: str | list[str] | None) -> float:
 
 
 def _configurations(folder: Path, root: Path) -> list[dict[str, Any]]:
-    """Return the configurations of all starts of a run, from the nearest folder between a log and `root`."""
     for place in (folder, *folder.parents):
         if found := configurations(place):
             return [read_yaml(path, "config") or {} for path in found]

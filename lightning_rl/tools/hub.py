@@ -163,7 +163,6 @@ def _check_repo_id(repo_id: str) -> None:
 
 
 def _card(hub: ModuleType, facts: dict[str, Any], score: Score, repo_id: str, has_config: bool) -> str:
-    """Return the model card: metadata for the Hub, then text."""
     result = hub.EvalResult(
         task_type="reinforcement-learning",
         task_name="reinforcement-learning",

@@ -93,7 +93,6 @@ def draw(
 
 
 def _save(make_figure: Callable[[], Any], paths: Sequence[Path]) -> None:
-    """Write a figure to files."""
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -225,7 +224,6 @@ def _labeled_lines(figure: Any) -> dict[str, Any]:  # noqa: ANN401
 
 
 def _caption(panels: Sequence[Panel], statistic: Statistic, confidence: float) -> str:
-    """Describe the lines and bands of a figure."""
     counts = {len(curve.runs) for panel in panels for curve in panel.curves} - {1}
     if not counts:
         return "one seed each: no interval"
@@ -290,7 +288,6 @@ def _files(out: str) -> list[Path]:
 
 
 def _experiments(runs: Sequence[str]) -> dict[str, list[Log]]:
-    """Return the runs of each curve by its name."""
     named: dict[str, list[Log]] = {}
     unnamed: list[Log] = []
     for argument in runs:
@@ -327,7 +324,6 @@ def _warnings(experiments: dict[str, list[Log]]) -> Iterator[str]:
 
 
 def _panels(experiments: dict[str, list[Log]], metric: str) -> list[Panel]:
-    """Return a panel for each environment with a metric."""
     panels: dict[str, list[Curve]] = {}
     for name, logs in experiments.items():
         for environment, group in _by_environment(logs).items():

@@ -105,7 +105,6 @@ def find_trained(given: str | Path, config: str | Path | None = None) -> Path:
 
 
 def _root_of(config: Path) -> Path:
-    """Return the folder of the runs of a configuration."""
     content = read_yaml(config, "config")
     content = content if isinstance(content, dict) else {}
     model, data = content.get("model"), content.get("data")

@@ -25,8 +25,7 @@ _ANOMALY = re.compile(r"Function '(\w+)' returned nan values")
 class Engine(Protocol):
     """Computes gradients and steps optimizers. All engines give the same results up to rounding.
 
-    Attributes:
-        compiles_loss: Whether the loss is compiled into one program.
+    `compiles_loss` is whether the loss is compiled into one program.
     """
 
     compiles_loss: bool

@@ -50,13 +50,7 @@ class GradientSteps:
     No step is taken after a non-finite loss or gradient, or after an early stop. A separate critic optimizer uses the
     same backward pass, and its gradient is clipped separately.
 
-    Args:
-        model: The algorithm.
-        options: Options of the algorithm by full name.
-
     Attributes:
-        record: Record of the current rollout's updates.
-        engine: Computes gradients and steps optimizers.
         part: Half of the network that the current pass trains. None: both.
         rollback: Whether to undo a step after which the minibatch exceeds a limit of its loss.
         active_set: Index of the set of optimizers that the current phase uses.
@@ -90,7 +84,7 @@ class GradientSteps:
         self.reset()
 
     def reset(self) -> None:
-        """Drop the state of the last rollout's updates, which may have failed."""
+        """Drop the state of updates that may have failed."""
         self.record = UpdateRecord(self.model.device)
         self.part, self.failed_minibatch = None, None
         self.active_set = 0
@@ -312,7 +306,6 @@ class GradientSteps:
             self._step(optimizer, counts=index == 0)
 
     def _record_gradient_norms(self) -> None:
-        """Record the norm of the gradient of each parameter, before clipping."""
         given = {n.removeprefix("policy."): x.grad for n, x in self.model.named_parameters() if x.grad is not None}
         if given:
             names = [f"grad_norm/{name}" for name in given]
@@ -490,7 +483,6 @@ class UpdateRecord:
         return {name: total / counts[name] for name, total in sums.items() if counts[name]}
 
     def _absolute_sums(self) -> dict[tuple[str, ...], list[tuple[Tensor, Tensor]]]:
-        """Return the values of `add_absolute`, after averaging over ranks."""
         if not self._absolute:
             return {}
         minibatches = [terms for entries in self._absolute.values() for terms, _ in entries]
@@ -521,7 +513,6 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _scaler(trainer: Trainer) -> torch.amp.GradScaler | None:
-    """Return the scaler of the loss of `16-mixed`, or None."""
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
@@ -582,7 +573,6 @@ def snapshot(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
 
 
 def _is_within_limits(loss: Loss) -> Tensor:
-    """Return whether the means over all ranks are within all limits of a loss."""
     within = (average(loss.observed[name]) <= limit for name, limit in loss.limits.items())
     return functools.reduce(operator.and_, within)
 

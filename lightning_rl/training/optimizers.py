@@ -105,7 +105,6 @@ def optimizers_and_schedulers(made: Any) -> tuple[Sequence[Optimizer], Sequence[
 def _parts(
     policy: nn.Module, options: Mapping[str, Any], default: ClassSpec
 ) -> list[tuple[str, ClassSpec, dict[str | None, list[nn.Parameter]]]]:
-    """Return option group, class and arguments, and parameters by pattern of each optimizer."""
     specs = optimizer_specs(options, default)
     parts = split_parameters(policy, options["optimizer.groups"], separate=len(specs) > 1)
     return [(field, spec, part) for (field, spec), part in zip(specs.items(), parts, strict=True)]

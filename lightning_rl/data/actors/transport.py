@@ -27,8 +27,6 @@ _ALIGNMENT = 64  # as PyTorch's allocator
 
 @dataclass(frozen=True)  # a tuple would be nested data to `map_leaves`
 class _Place:
-    """Position of a tensor in a block of bytes."""
-
     begin: int
     end: int
     shape: tuple[int, ...]

@@ -102,7 +102,6 @@ def as_earned_in_training(infos: dict[str, Any], rewards: Array) -> Array:
 
 
 def _read(infos: dict[str, Any], name: str, default: Array) -> Array:
-    """Return an entry of `REPEATED`, `[B]`; the default for environments without it."""
     for part in (infos, infos.get("final_info", {})):
         written = part.get(REPEATED, {})
         if name in written:

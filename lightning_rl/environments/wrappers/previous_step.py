@@ -93,7 +93,6 @@ def _encoded_space(space: spaces.Space[Any]) -> spaces.Space[Any]:
 
 
 def _choices(space: spaces.Space[Any]) -> np.ndarray[Any, Any] | None:
-    """Return the number of choices of each entry, None for entries that are shown as numbers."""
     if isinstance(space, spaces.Discrete):
         return np.array([int(space.n)])
     is_integer_box = isinstance(space, spaces.Box) and not np.issubdtype(space.dtype, np.floating)
@@ -104,7 +103,6 @@ def _choices(space: spaces.Space[Any]) -> np.ndarray[Any, Any] | None:
 
 
 def _encoder(space: spaces.Space[Any]) -> Callable[[Any], Array]:
-    """Return the function that encodes actions `[B, *shape]` as `[B, n]`."""
     if (choices := _choices(space)) is None:
         return partial(_flatten, np.int8 if isinstance(space, spaces.MultiBinary) else np.float32)
     start = np.ravel(space.low if isinstance(space, spaces.Box) else space.start)  # type: ignore[attr-defined]

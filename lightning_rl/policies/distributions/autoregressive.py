@@ -164,7 +164,6 @@ def _ordered(order: Sequence[str | int] | None, names: list[str]) -> list[str]:
 
 
 def _check_order(names: list[str], given: dict[str, str]) -> dict[str, int]:
-    """Return the index of the component on which the mask of each component in `given` depends."""
     for name, other in given.items():
         expected = f"{other!r} before {name!r}, whose mask depends on it"
         check(names.index(other) < names.index(name), "action_distribution.order", names, expected)

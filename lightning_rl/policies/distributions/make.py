@@ -166,7 +166,6 @@ def _make_head(
 
 
 def _kind_and_options(field: str, space: spaces.Space[Any], choice: ActionDistribution) -> tuple[_Kind, dict[str, Any]]:
-    """Return the kind of head for a space, and its options with presets."""
     expected = f"one of {', '.join(KINDS)}, or a mapping with one of them as 'kind' and its options"
     options = dict(choice) if isinstance(choice, dict) else {}
     name = options.pop("kind", None) if isinstance(choice, dict) else choice
@@ -190,7 +189,6 @@ def _kind_and_options(field: str, space: spaces.Space[Any], choice: ActionDistri
 
 
 def _check_masks(field: str, mask_space: spaces.Space[Any], head: nn.Module) -> None:
-    """Raise unless the head takes masks, and chooses components one by one if the masks need that."""
     takes = "mask" in inspect.signature(head.forward).parameters
     check(takes, field, type(head).__name__, "a head whose forward takes 'mask' too, since this part has a mask")
     is_one = isinstance(mask_space, ActionMask) and mask_space.given is None

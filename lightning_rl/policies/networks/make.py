@@ -103,7 +103,6 @@ def _flat_encoder(
 
 
 def _custom_encoder(field: str, space: spaces.Space[Any], network: str | ClassSpec) -> nn.Module:
-    """Return an encoder of a user's class, after a check of its `out_features`."""
     spec = to_class_spec(field, network)
     name = spec["class_path"]
     encoder: nn.Module = instantiate(field, spec, nn.Module, space)

@@ -13,8 +13,6 @@ from lightning_rl.rollouts.sequences import Sequences, cut
 
 
 class _Kept(NamedTuple):
-    """One rollout; see `RolloutMemory.append`."""
-
     fields: Any
     valid: Any
     starts: Any

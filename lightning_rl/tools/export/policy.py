@@ -167,7 +167,6 @@ def _save(
     path: Path,
     about: str,
 ) -> tuple[Callable[..., Nested], DeployedPolicy]:
-    """Write a program; return the program as read from the file, and the policy."""
     deployed = deploy(model.policy, model.action_space, greedy)
     program = export_program(model.policy, model.observation_space, model.action_space, greedy)
     if format_ == "onnx":
