@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from lightning_rl.policies.interface import PolicyOutput
     from lightning_rl.rollouts.batch import Batch
     from lightning_rl.rollouts.rollout import Rollout
+    from lightning_rl.tools.trained import load_algorithm
     from lightning_rl.training.config import (
         AdvantageConfig,
         ClippingConfig,
@@ -105,6 +106,7 @@ __all__ = [
     "VideoRecorder",
     "__version__",
     "functional",
+    "load_algorithm",
     "load_episodes",
     "save_episodes",
 ]
@@ -126,6 +128,7 @@ _HOMES = (
     "policies.interface",
     "rollouts.batch",
     "rollouts.rollout",
+    "tools.trained",
     "training.config",
 )
 

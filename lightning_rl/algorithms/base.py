@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -294,6 +295,8 @@ class OnPolicyAlgorithm(LightningModule):
 
     def minibatches(self, batch: Batch, num_epochs: int | None = None, num_minibatches: int = 1) -> Iterator[Batch]:
         """Yield the minibatches of `num_epochs` passes over a batch, by default one; end early once updates stop."""
+        if isinstance(batch, Rollout):
+            raise TypeError("minibatches got a Rollout: expected self.minibatches(self.batch(rollout), ...)")
         for epoch, is_last in self.steps.epochs(num_epochs or 1):
             if epoch and self.estimator.recompute_advantages:
                 batch = self.estimator.renewed(batch)
@@ -330,6 +333,8 @@ class OnPolicyAlgorithm(LightningModule):
 
     def actor_critic(self, batch: Batch, policy: nn.Module | None = None) -> tuple[Distribution, Tensor]:
         """Return the action distribution and the values `[N]` of a batch's rows, by `self.policy` or another policy."""
+        if isinstance(batch, Tensor | dict | tuple):
+            raise TypeError("actor_critic got observations: expected the batch, self.actor_critic(batch)")
         return on_rows(self.policy if policy is None else policy, batch)
 
     def on_pass_end(self, batch: Batch, name: str) -> None:
@@ -356,6 +361,8 @@ class OnPolicyAlgorithm(LightningModule):
         Raises:
             ConfigurationError: The value is neither a number within the bounds nor a schedule.
         """
+        if "schedules" not in vars(self):
+            raise RuntimeError(f"scheduled({name!r}, ...) needs the base class: call super().__init__(...) before it")
         return self.schedules.add(name, value, above, at_least, at_most, owner, option)
 
     def scheduled_or_none(
@@ -746,8 +753,11 @@ class OnPolicyAlgorithm(LightningModule):
             algorithm = cls if path is None else import_class("_class_path", path, OnPolicyAlgorithm)
             options = constructor_options(algorithm, stored)
             has_unknown = bool(options.keys() - {parameter.name for parameter in parameters_of(algorithm)})
-            if has_unknown or not issubclass(algorithm, cls):
-                saved = checkpoint[CHECKPOINT_KEY]["algorithm"]
+            saved = checkpoint[CHECKPOINT_KEY]["algorithm"]
+            # The options of a class of the user are those of its base, if it has no constructor.
+            shipped = saved in sys.modules[__name__.rpartition(".")[0]].__all__
+            is_other = shipped and saved not in {base.__name__ for base in algorithm.__mro__}
+            if is_other or has_unknown or not issubclass(algorithm, cls):
                 raise ConfigurationError(
                     f"checkpoint_path={str(checkpoint_path)!r} is a checkpoint of {saved}, not of {cls.__name__}: "
                     f"use {saved}.load_from_checkpoint"

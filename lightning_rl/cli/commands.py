@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,14 @@ from lightning_rl.tools.plots import draw_runs
 from lightning_rl.tools.shipped_configs import search_beside
 from lightning_rl.tools.trained import config_of, export_checkpoint
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "export": export_checkpoint,
-    "plot": draw_runs,
-    "pull": pull_from_hub,
-    "push": push_to_hub,
-}
+FUNCTIONS: dict[str, Any] = {"export": export_checkpoint, "plot": draw_runs, "pull": pull_from_hub, "push": push_to_hub}
 
 
 def run_command(arguments: Sequence[str]) -> None:
     """Run the command that arguments begin with, and print what its function returns."""
     options = make_parser(arguments[0]).parse_args(arguments[1:])
     search_beside(options.get("config"))
-    result = _FUNCTIONS[arguments[0]](**options)
+    result = FUNCTIONS[arguments[0]](**options)
     say(f"Done: {relative(result) if isinstance(result, Path) else result}")
     if isinstance(result, Path) and (config := config_of(result)) is not None:
         say(f"  next: lightning-rl test --config {relative(config)} --ckpt_path {relative(result)}")
@@ -38,6 +33,6 @@ def make_parser(command: str) -> CommandParser:
     if command == "plot":  # a list takes one positional argument otherwise
         about = "Folder of one or more runs. Runs that differ only in their seed, or have the same name, are one curve."
         parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help=about)
-    parser.sources = [("", _FUNCTIONS[command])]
-    parser.add_function_arguments(_FUNCTIONS[command], as_positional=True, skip={"runs"} if command == "plot" else None)
+    parser.sources = [("", FUNCTIONS[command])]
+    parser.add_function_arguments(FUNCTIONS[command], as_positional=True, skip={"runs"} if command == "plot" else None)
     return parser

@@ -112,7 +112,8 @@ class OnPolicyCLI(LightningCLI):
             self._purge_step = steps + 1
             self.run_dir = run_folders.run_dir_of(Path(path), steps)
             where = " in a NEW run folder" if self._fits and self.run_dir is None else ""
-            say(f"{'Resuming' if self._fits else 'Policy'} from {path}, at {steps} environment steps{where}")
+            what = "Resuming" if self._fits else f"Policy of {self.checkpoint[CHECKPOINT_KEY]['algorithm']}"
+            say(f"{what} from {path}, at {steps} environment steps{where}")
 
     def instantiate_classes(self) -> None:
         """Refuse settings that cannot be trained or do not fit the checkpoint, before anything is written."""

@@ -119,6 +119,7 @@ class CommandParser(LightningArgumentParser):
 
     def add_class_arguments(self, theclass: Any, nested_key: str | None = None, *args: Any, **kwargs: Any) -> list[str]:  # noqa: ANN401
         """Add the options of a class; `--model.help` leaves out the spaces, which the data give."""
+        self.usage = f"{self.prog} [--{nested_key}.OPTION VALUE ...]"  # instead of all options, which follow
         if nested_key == "model":
             kwargs["skip"] = {"observation_space", "action_space"}
         return list(super().add_class_arguments(theclass, nested_key, *args, **kwargs))
@@ -152,7 +153,7 @@ class CommandParser(LightningArgumentParser):
         text = (None if ex is None else error_message(ex)) or text
         command = next(iter(self.given), "")
         helps = [f"lightning-rl {command} --help_all" if command in TRAINER_COMMANDS else f"{self.prog} --help"]
-        helps += {option: f"--{option}.help {value}" for option, value, _ in classes}.values()
+        helps += [f"--{option}.help {value}" for option, value, _ in classes]
         sys.stderr.write(f"lightning-rl: error: {text}\nAll options: {', '.join(helps)}\n")
         sys.exit(2)
 
@@ -203,17 +204,18 @@ def chooses_data_class(arguments: Sequence[str]) -> bool:
 
 def _chosen_classes(given: Sequence[tuple[str, Any]]) -> tuple[list[tuple[str, str, type]], list[tuple[str, str]]]:
     """Return option, value and class for each value that names a class, and value and message for each other value."""
-    chosen, messages = [], []
+    chosen, messages = {}, []
     for name, value in given:
         option = name.removesuffix(".class_path").removesuffix(".help")
         if option in _BASES and isinstance(value, str):
             known = {cls.__name__: cls for cls in _subclasses(_BASES[option])}
             try:
-                chosen.append((option, value, known.get(value) or import_class(option, value, _BASES[option])))
+                cls = known.get(value) or import_class(option, value, _BASES[option])
+                chosen[option + value if option == "trainer.callbacks" else option] = (option, value, cls)
             except ConfigurationError as error:
                 hint = "" if "." in value else did_you_mean(value, known)
                 messages.append((value, f"{option}={value!r} is no known class{hint}" if hint else str(error)))
-    return chosen, messages
+    return [*chosen.values()], messages
 
 
 def _subclasses(cls: type[Any]) -> list[type]:

@@ -138,18 +138,23 @@ def batch_infos(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for key in dict.fromkeys(key for info in infos for key in info):
         values = {index: info[key] for index, info in enumerate(infos) if key in info}
         first = next(iter(values.values()))
-        if isinstance(first, dict) and key != "final_obs":
-            batched[key] = batch_infos([info.get(key, {}) for info in infos])
-        else:
-            batched[key] = _empty_column(len(infos), object() if key == "final_obs" else first)
-            for index, value in values.items():
-                batched[key][index] = value
+        try:
+            if isinstance(first, dict) and key != "final_obs":
+                batched[key] = batch_infos([info.get(key, {}) for info in infos])
+            else:
+                batched[key] = _column(len(infos), values, object() if key == "final_obs" else first)
+        except (IndexError, TypeError, ValueError):  # values of different types or shapes
+            batched[key] = _column(len(infos), values, object())
         batched[f"_{key}"] = np.array([key in info for info in infos])
     return batched
 
 
-def _empty_column(length: int, like: object) -> np.ndarray[Any, Any]:
-    if isinstance(like, np.ndarray):
-        return np.zeros((length, *like.shape), like.dtype)
+def _column(length: int, values: dict[int, Any], like: object) -> np.ndarray[Any, Any]:
+    """Return an array `[length, ...]` with values of `info` at their indices, with type and shape of `like`."""
     is_number = type(like) in (int, float, bool) or isinstance(like, np.number)
-    return np.zeros(length, type(like)) if is_number else np.full(length, None, object)
+    column = np.zeros(length, type(like)) if is_number else np.full(length, None, object)
+    if isinstance(like, np.ndarray):
+        column = np.zeros((length, *like.shape), like.dtype)
+    for index, value in values.items():
+        column[index] = value
+    return column

@@ -65,7 +65,19 @@ class Description(NamedTuple):
 
 
 class LocalVectorEnv(SyncVectorEnv):
-    """`SyncVectorEnv` with `call_each`."""
+    """`SyncVectorEnv` with `call_each`; infos that differ in type or shape become arrays of objects."""
+
+    def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
+        for key, value in env_info.items():
+            try:
+                super()._add_info(vector_infos, {key: value}, env_num)
+            except (AttributeError, IndexError, TypeError, ValueError):
+                mixed = np.empty(self.num_envs, object)
+                for index, other in enumerate(vector_infos[key]):
+                    mixed[index] = value if index == env_num else other
+                vector_infos[key] = mixed
+                vector_infos[f"_{key}"][env_num] = True
+        return vector_infos
 
     def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
         return tuple(env.get_wrapper_attr(name)(*args) for env, args in zip(self.envs, arguments, strict=True))

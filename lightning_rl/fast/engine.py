@@ -214,7 +214,7 @@ def closed_form_of(model: Any) -> PPOLoss | str:  # noqa: ANN401
     """Return the closed form of the loss of a model, or the reason why there is none."""
     form, reads = getattr(getattr(type(model), "loss", None), _MARK, (None, ()))
     if form is None:
-        return "its loss has no closed form"
+        return "only the loss of PPO has a closed form"
     owner = next(cls for cls in type(model).__mro__ if "loss" in vars(cls))
     if (name := overridden(model, owner, ("loss", *reads))) is not None:
         return f"{name} is overridden"

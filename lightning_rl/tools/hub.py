@@ -199,8 +199,8 @@ def _card(hub: ModuleType, facts: dict[str, Any], score: Score, repo_id: str, ha
 | lightning-rl | {facts["version"]} |
 
 ```python
+from lightning_rl import load_algorithm
 from lightning_rl.tools.hub import pull_from_hub
-from lightning_rl.tools.trained import load_algorithm
 
 model = load_algorithm(pull_from_hub("{repo_id}"))
 action = model.act(observation)

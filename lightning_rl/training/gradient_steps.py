@@ -188,6 +188,8 @@ class GradientSteps:
         record = self.record
         record.next_minibatch()
         name = getattr(loss_of, "__name__", "loss")
+        if not callable(loss_of):
+            raise TypeError(f"descend got a {type(loss_of).__name__}: expected a method: descend(self.loss, batch)")
         if not self.gradient_norms and (whole := self.engine.whole_step(self, loss_of, batch)) is not None:
             self._record_step(whole, batch, name)
             return
@@ -199,6 +201,8 @@ class GradientSteps:
             raise TypeError(f"{name} returned {type(loss).__name__}: expected the Loss that self.new_loss returns")
         self._has_value |= loss.has_value
         total = self.record_loss(loss)
+        if isinstance(loss, Loss) and not (total.requires_grad or self.model.frozen_parameters(self.part)):
+            raise ValueError(f"{name} does not depend on the policy: expected terms of self.actor_critic(batch)")
         before = snapshot([x.optimizer for x in optimizers]) if self.rollback and loss.limits else None
         self._backward(total)
         self._apply_gradients(total.detach(), batch, name)

@@ -7,8 +7,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl import PPO, ActorCritic, PolicyOutput
+from lightning_rl import PPO, ActorCritic, OnPolicyAlgorithm, PolicyOutput
 from lightning_rl.policies.distributions import Categorical
+from lightning_rl.training.loss import Loss
 from tests.helpers import Recorder, assert_equal_parameters, make_data, make_trainer, merged, parameters_of
 
 
@@ -97,3 +98,65 @@ def test_own_encoder_is_used_by_actor_and_critic():
     assert isinstance(model.policy.actor_encoder, Residual)
     assert isinstance(model.policy.critic_encoder, Residual)
     assert model.policy.value_head.in_features == 12
+
+
+class Reinforce(OnPolicyAlgorithm):
+    """An algorithm as a user would write it."""
+
+    def update(self, rollout: Any) -> None:
+        for minibatch in self.minibatches(self.batch(rollout)):
+            self.descend(self.loss, minibatch)
+
+    def loss(self, batch: Any) -> Loss:
+        distribution, values = self.actor_critic(batch)
+        loss = self.new_loss(batch)
+        loss.add("policy_loss", -distribution.log_prob(batch.actions) * batch.advantages)
+        loss.add_value(values, 0.5)
+        return loss
+
+
+class OnObservations(Reinforce):
+    def loss(self, batch: Any) -> Loss:
+        self.actor_critic(batch.observations)
+        return super().loss(batch)
+
+
+class WithoutPolicy(Reinforce):
+    def loss(self, batch: Any) -> Loss:
+        loss = self.new_loss(batch)
+        loss.add("policy_loss", batch.advantages)
+        return loss
+
+
+class OnRollout(Reinforce):
+    def update(self, rollout: Any) -> None:
+        list(self.minibatches(rollout))
+
+
+class LossNotMethod(Reinforce):
+    def update(self, rollout: Any) -> None:
+        for minibatch in self.minibatches(self.batch(rollout)):
+            self.descend(self.loss(minibatch), minibatch)
+
+
+class ScheduledFirst(Reinforce):
+    def __init__(self, *args: Any, temperature: float = 1.0, **kwargs: Any) -> None:
+        self.temperature = self.scheduled("temperature", temperature)
+        super().__init__(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (OnObservations, r"actor_critic got observations: expected the batch, self\.actor_critic\(batch\)"),
+        (WithoutPolicy, r"loss does not depend on the policy: expected terms of self\.actor_critic\(batch\)"),
+        (OnRollout, r"minibatches got a Rollout: expected self\.minibatches\(self\.batch\(rollout\)"),
+        (LossNotMethod, r"descend got a Loss: expected a method: descend\(self\.loss, batch\)"),
+        (ScheduledFirst, r"scheduled\('temperature', \.\.\.\) needs the base class: call super\(\).__init__"),
+    ],
+)
+def test_mistakes_in_a_custom_algorithm_are_named(algorithm, message):
+    data = make_data()
+    make_trainer(max_epochs=1).fit(Reinforce(data.observation_space, data.action_space), data)
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
+        make_trainer(max_epochs=1).fit(algorithm(data.observation_space, data.action_space), data)

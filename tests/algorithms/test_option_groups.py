@@ -296,6 +296,10 @@ def test_a_checkpoint_of_another_algorithm_is_named_when_loading(tmp_path):
     torch.save(checkpoint, path)
     with pytest.raises(ConfigurationError, match=message):
         A2C.load_from_checkpoint(path)
+    # PPO has all options of A2C.
+    path = saved(A2C(VECTOR, DISCRETE), tmp_path)
+    with pytest.raises(ConfigurationError, match=r"is a checkpoint of A2C, not of PPO: use A2C.load_from_checkpoint$"):
+        PPO.load_from_checkpoint(path)
 
 
 def test_initials_and_other_names_of_an_option_are_understood():

@@ -67,6 +67,12 @@ def steps_of(folder: Path) -> list[int]:
 # ---------------------------------------------------------------------- limit
 
 
+def test_a_limit_may_be_a_whole_float():
+    assert EnvStepLimit(1e5).max_env_steps == 100_000
+    with pytest.raises(ConfigurationError, match=r"max_env_steps=1\.5 is not valid: expected an integer of at least 1"):
+        EnvStepLimit(1.5)
+
+
 @pytest.mark.parametrize(
     ("limit", "stop"),
     [(1, 32), (32, 32), (33, 64), (64, 64), (65, 96), (160, 160), (161, 192)],

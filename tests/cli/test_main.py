@@ -531,6 +531,12 @@ def test_a_run_says_first_where_and_how_long_it_trains(capsys, monkeypatch, argu
     assert cli.trainer.max_epochs == epochs
 
 
+def test_the_algorithm_of_an_evaluated_checkpoint_is_named(capsys):
+    cli = main(["fit", *SMALL, "--max_env_steps=32"])
+    main(["validate", *SMALL, "--model=A2C", f"--ckpt_path={cli.run_dir}/checkpoints/last.ckpt"])
+    assert f"Policy of PPO from {cli.run_dir}/checkpoints/last.ckpt, at 32 environment" in capsys.readouterr().out
+
+
 def test_an_untrained_policy_is_evaluated_with_a_warning(capsys):
     main(["validate", *SMALL])
     assert "WARNING: no --ckpt_path was given: this plays with an UNTRAINED policy." in capsys.readouterr().out

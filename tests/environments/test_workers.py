@@ -142,3 +142,25 @@ def test_replacement_uses_the_shared_memory_of_the_lost_worker():
 
 def test_infos_of_no_environment_are_empty():
     assert batch_infos([{}, {}]) == {}
+
+
+class OddInfo(gymnasium.Wrapper):
+    """Adds an info whose type and shape change at each step."""
+
+    KINDS = (1.0, "text", None, np.zeros(3), np.zeros(2), [1, 2])
+
+    def reset(self, **options):
+        return self.env.reset(**options)[0], {"odd": self.KINDS[self.np_random.integers(6)]}
+
+    def step(self, action):
+        return *self.env.step(action)[:4], {"odd": self.KINDS[self.np_random.integers(6)]}
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_infos_of_different_types_and_shapes_are_objects(backend):
+    wrappers = [f"{__name__}.OddInfo"]
+    environments = make_batch("CartPole-v1", 4, backend=backend, env={"wrappers": wrappers})
+    environments.reset()
+    for _ in range(60):
+        assert len(environments.step(np.zeros(4, np.int64)).infos["odd"]) == 4
+    environments.close()

@@ -104,8 +104,8 @@ LINES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
     ),
     "penalties": (PPOKLPenalty, {}, FAST + "autograd: add_policy_terms is overridden"),
     "PPG": (PPG, {}, FAST + "autograd: add_policy_terms is overridden"),
-    "A2C": (A2C, {}, FAST + "autograd: its loss has no closed form"),
-    "IMPALA": (IMPALA, {}, FAST + "autograd: its loss has no closed form"),
+    "A2C": (A2C, {}, FAST + "autograd: only the loss of PPO has a closed form"),
+    "IMPALA": (IMPALA, {}, FAST + "autograd: only the loss of PPO has a closed form"),
     "switched off": (
         PPO,
         {"debug": {"fast_paths": "none"}},

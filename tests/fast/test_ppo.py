@@ -363,7 +363,7 @@ def test_overriding_a_member_that_the_loss_reads_disables_the_closed_form(name, 
         model.__class__ = type("Own", (PPO,), {name: lambda self, *args: None})
     else:
         vars(model)[name] = lambda *args: None
-    reasons = (f"{name} is overridden", "its loss has no closed form")
+    reasons = (f"{name} is overridden", "only the loss of PPO has a closed form")
     assert closed_form_of(model) == reasons[name == "loss" and of == "class"]
 
 
