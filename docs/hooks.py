@@ -24,7 +24,7 @@ PAGES = "repository"  # the folder of the site that pages of files and folders g
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash", ".sbatch": "bash", ".toml": "toml"}
-_WIDE = ("zoo.md",)  # pages of a table that needs all the width there is
+_WIDE = ("zoo.md", "results.md")  # pages of a table that needs all the width there is
 _LONGEST = 200_000  # characters of a file that a page shows
 
 
