@@ -1,13 +1,22 @@
 """What is done differently for XLA, as far as it shows on a machine without it; `tests/xla/` has the rest."""
 
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import nn
 
 from lightning_rl import EnvStepLimit, LastCheckpoint
+from lightning_rl.distributed import gather_on_rank_zero, gather_ranks, gather_rows, world_size
 from lightning_rl.policies.actor_critic import ActorCritic, copy_to_cpu
 from lightning_rl.training.gradient_steps import step_where
+from lightning_rl.training.metrics import EpisodeStatistics
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     DISCRETE,
@@ -123,3 +132,83 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_kind_of_device(tmp_path):
     (group,) = resumed.optimizers().param_groups
     assert (group["fused"], group["capturable"]) == (True, False)
     assert_equal_parameters(resumed, parameters_of(train(64, None)))
+
+
+class Devices:
+    """A `torch_xla` whose devices are two threads."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=10)
+        self.of_thread = threading.local()
+        self.sent = [torch.empty(0)] * 2
+        self.sizes: list[int] = []
+        self._XLAC = SimpleNamespace(_xla_runtime_is_initialized=lambda: hasattr(self.of_thread, "rank"))
+        self.runtime = SimpleNamespace(world_size=lambda: 2, global_ordinal=lambda: self.of_thread.rank)
+        self.core = SimpleNamespace(xla_model=SimpleNamespace(all_reduce=self.all_reduce))
+
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def all_reduce(self, operation: str, x: torch.Tensor) -> torch.Tensor:
+        self.sent[self.of_thread.rank] = x
+        self.barrier.wait()
+        both = torch.stack(self.sent)
+        self.barrier.wait()
+        self.sizes.append(x.numel())
+        return both.sum(0, dtype=x.dtype) if operation == "sum" else both.amax(0)
+
+    def run(self, function: Callable[[int], object]) -> list[object]:
+        """Return what `function` returns on each rank."""
+
+        def on_rank(rank: int) -> object:
+            self.of_thread.rank = rank
+            return function(rank)
+
+        with ThreadPoolExecutor(2) as threads:
+            return [*threads.map(on_rank, range(2))]
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    made = Devices()
+    monkeypatch.setitem(sys.modules, "torch_xla", made)
+    return made
+
+
+def test_the_process_that_launches_xla_ranks_is_not_one_of_them(devices):
+    assert world_size() == 1
+    assert devices.run(lambda rank: world_size()) == [2, 2]
+    assert gather_ranks("alone") == ["alone"]
+
+
+def test_ranks_on_xla_devices_gather_objects_of_different_sizes(devices):
+    states = ["short", {"long": list(range(100))}]
+    assert devices.run(lambda rank: gather_ranks(states[rank])) == [states, states]
+    assert devices.run(lambda rank: gather_on_rank_zero(states[rank])) == [states, []]
+    assert {size for size in devices.sizes if size > 1} == {2 * 256}
+
+
+def test_ranks_on_xla_devices_gather_rows_of_different_numbers(devices):
+    rows, places = zip(*devices.run(lambda rank: gather_rows(torch.arange(rank + 1.0) + 10 * rank)), strict=True)
+    assert [x.tolist() for x in rows] == [[0.0, 10.0, 11.0]] * 2
+    assert places == ((0, 2), (1, 0))
+
+
+def test_episode_statistics_are_over_all_xla_devices(devices):
+    def statistics(rank: int) -> dict[str, float]:
+        metric = EpisodeStatistics()
+        metric.update([10.0, 30.0][: 2 * rank], [1, 3][: 2 * rank])
+        return metric.compute()
+
+    one, other = devices.run(statistics)
+    assert one == other
+    assert (one["episodes"], one["episode_return"], one["episode_return_max"]) == (2, 20.0, 30.0)
+
+
+def test_rollouts_are_not_fetched_ahead_on_xla(monkeypatch):
+    model, data = on_xla()
+    strategy = object.__new__(XLAStrategy)
+    monkeypatch.setattr(type(model.trainer), "strategy", strategy)
+    data.trainer = model.trainer
+    loader = data.train_dataloader()
+    assert strategy.process_dataloader(loader) is loader

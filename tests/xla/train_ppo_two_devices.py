@@ -177,7 +177,7 @@ def train(folder: Path, max_env_steps: int, ckpt_path: Path | None = None) -> tu
 def main() -> None:
     """Train, resume, check."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--max_env_steps", type=int, default=40_960)
+    parser.add_argument("--max_env_steps", type=int, default=20_480)
     options = parser.parse_args()
     torch_xla._internal.tpu.num_available_devices = lambda: RANKS
     share_graphs()
