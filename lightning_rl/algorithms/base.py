@@ -343,32 +343,20 @@ class OnPolicyAlgorithm(LightningModule):
                 callback.on_pass_end(self, batch, name)
 
     def scheduled(
-        self,
-        name: str,
-        value: Scheduled,
-        *,
-        above: float | None = None,
-        at_least: float | None = None,
-        at_most: float | None = None,
-        owner: object = None,
-        option: str | None = None,
+        self, name: str, value: Scheduled, *, owner: object = None, option: str | None = None, **bounds: float | None
     ) -> float:
         """Return the initial value of an option that may be a schedule, to store it as the attribute `name`.
 
         A schedule sets this attribute of `owner`, by default the algorithm, before each update, and logs it. `option`
-        is the full name of the option in errors, by default `name`.
-
-        Raises:
-            ConfigurationError: The value is neither a number within the bounds nor a schedule.
+        is the full name of the option in errors, by default `name`. `bounds` are `above`, `at_least` and `at_most`; a
+        value that is neither within the bounds nor a schedule raises a `ConfigurationError`.
         """
         if "schedules" not in vars(self):
             raise RuntimeError(f"scheduled({name!r}, ...) needs the base class: call super().__init__(...) before it")
-        return self.schedules.add(name, value, above, at_least, at_most, owner, option)
+        return self.schedules.add(name, value, owner, option, **bounds)
 
-    def scheduled_or_none(
-        self, name: str, value: Scheduled | None, *, above: float | None = None, option: str | None = None
-    ) -> float | None:
-        return None if value is None else self.scheduled(name, value, above=above, option=option)
+    def scheduled_or_none(self, name: str, value: Scheduled | None, **options: Any) -> float | None:  # noqa: ANN401
+        return None if value is None else self.scheduled(name, value, **options)
 
     def take_options(self, **given: Any) -> None:  # noqa: ANN401 - parameters of a constructor
         """Store the arguments of a constructor in `options`: a subclass may have passed other values than it got."""

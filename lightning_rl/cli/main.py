@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
@@ -12,10 +13,10 @@ from typing import Any
 
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_rl import EnvStepLimit, EpisodeRecorder, LastCheckpoint, OnPolicyAlgorithm, RolloutDataModule
 from lightning_rl.callbacks.episode_recorder import EpisodeLines
@@ -28,10 +29,9 @@ from lightning_rl.checkpointing.resuming import check_fits, check_resumable
 from lightning_rl.cli import COMMANDS, TRAINER_COMMANDS
 from lightning_rl.cli.errors import end_with_message
 from lightning_rl.cli.parser import CommandParser, ShortHelp, chooses_data_class, say
-from lightning_rl.cli.saved_config import SaveConfig
 from lightning_rl.distributed import end_all_ranks, world_size
 from lightning_rl.files import check_intact, read_yaml, relative
-from lightning_rl.tools.curves import changes
+from lightning_rl.tools.curves import RUN_FOLDER, changes
 from lightning_rl.tools.shipped_configs import ActionConfig
 from lightning_rl.training.checks import check_strategy
 from lightning_rl.training.warning_filters import filter_command_line_warnings
@@ -43,6 +43,28 @@ _FEW_PARAMETERS = 100_000
 """Policies with at most this number of parameters compute fastest on one CPU thread."""
 _KEEP_NEWEST = (None, "step")
 """Values of `monitor` of callbacks that keep the newest checkpoints, not the best."""
+
+
+class SaveConfig(SaveConfigCallback):
+    """Save the configuration of a training run in its folder; used again, it starts a new run."""
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save the configuration beside the ones of earlier starts, unless it equals the last of these.
+
+        A log in another folder gets a file with the path of the run folder.
+        """
+        folder = Path(trainer.default_root_dir)
+        kept = self.config.clone()
+        kept.ckpt_path, kept.resume_changes = None, "refuse"
+        text = str(self.parser.dump(kept, skip_validation=True, skip_unset=False))
+        if [earlier.read_text() for earlier in run_folders.configurations(folder)[-1:]] != [text]:
+            run_folders.next_configuration(folder).write_text(text)
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLogger | TensorBoardLogger):
+                logger.experiment  # noqa: B018 - makes its folder, and warns if that holds files
+                log = Path(logger.log_dir)
+                if log.resolve() != folder.resolve():
+                    (log / RUN_FOLDER).write_text(f"{os.path.relpath(folder, log)}\n")
 
 
 class OnPolicyCLI(LightningCLI):

@@ -45,18 +45,11 @@ def make_hub_folder(
     config: str | Path | None = None,
     repo_id: str = "OWNER/NAME",
 ) -> Path:
-    """Write the files of a repository (`FILES`) into a folder and return it; nothing is uploaded.
+    """Write the files of a repository (`FILES`) into a new or empty folder and return it; nothing is uploaded.
 
-    Args:
-        folder: A new or empty folder.
-        ckpt_path: The checkpoint to copy.
-        score: Score of the policy.
-        env_id: Environment of the score.
-        config: Configuration of the run; None takes the one in its folder, if there is one.
-        repo_id: Name of the repository in the model card.
-
-    Raises:
-        ConfigurationError: The folder is not empty, or the file is not a checkpoint of this package.
+    `score` belongs to `env_id`. `config` is the configuration of the run, by default the one in its folder, and
+    `repo_id` the name in the model card. A folder with files, or a file that is no checkpoint of this package, raises a
+    `ConfigurationError`.
     """
     hub = _huggingface_hub()
     folder = Path(folder)

@@ -63,23 +63,13 @@ def draw(
     columns: int = 4,
     shared_legend: bool = False,
 ) -> None:
-    """Write a figure of learning curves; equal runs give equal files.
+    """Write a figure of learning curves into `.png`, `.svg` or `.pdf` files; equal runs give equal files.
 
-    A line is the statistic over the seeds of a curve, and a band its bootstrap interval
-    (`lightning_rl.tools.curves.summarize`). Up to ten single seeds are thin lines.
-
-    Args:
-        panels: The panels.
-        paths: Files to write, `.png`, `.svg` or `.pdf`.
-        statistic: `iqm` or `mean`.
-        confidence: Confidence level of the interval.
-        columns: Maximum number of panels side by side.
-        shared_legend: Draw one legend for all panels, which have the same curves. Otherwise each panel has a legend
-            with numbers of seeds.
-
-    Raises:
-        ConfigurationError: Matplotlib is not installed, an option is out of range, or the seeds of a curve have no
-            steps in common.
+    A line is the statistic over the seeds of a curve, and a band its bootstrap interval at level `confidence`
+    (`lightning_rl.tools.curves.summarize`). Up to ten single seeds are thin lines. `columns` panels are side by side.
+    `shared_legend` draws one legend for all panels, which then have the same curves; otherwise each panel has a legend
+    with numbers of seeds. Without Matplotlib, or if the seeds of a curve have no steps in common, a
+    `ConfigurationError` is raised.
     """
     check_positive_int("columns", columns)
 
@@ -113,11 +103,7 @@ def _add_caption(figure: Any, text: str, lines: Mapping[str, Any]) -> None:  # n
 def draw_profiles(scores: Mapping[str, Array], paths: Sequence[Path], *, label: str, confidence: float = 0.95) -> None:
     """Write a figure of performance profiles: the share of runs with a score above each threshold.
 
-    Args:
-        scores: Scores by algorithm, `[runs, environments]`.
-        paths: Files to write, `.png`, `.svg` or `.pdf`.
-        label: Label of the scores.
-        confidence: Confidence level of the bands.
+    Scores are `[runs, environments]` by algorithm; `confidence` is the level of the bands.
     """
     everything = np.concatenate([one.ravel() for one in scores.values()])
     thresholds = np.linspace(everything.min(), everything.max(), _THRESHOLDS)
@@ -145,10 +131,7 @@ def draw_profiles(scores: Mapping[str, Array], paths: Sequence[Path], *, label: 
 def draw_improvement(scores: Mapping[str, Array], paths: Sequence[Path], *, confidence: float = 0.95) -> None:
     """Write a figure of the probability of improvement of each algorithm over each later one.
 
-    Args:
-        scores: Scores by algorithm, `[runs, environments]`.
-        paths: Files to write, `.png`, `.svg` or `.pdf`.
-        confidence: Confidence level of the bars.
+    Scores are `[runs, environments]` by algorithm; `confidence` is the level of the bars.
     """
     pairs = list(itertools.combinations(scores, 2))
 
@@ -338,8 +321,7 @@ def _panels(experiments: dict[str, list[Log]], metric: str) -> list[Panel]:
 def _final_scores(experiments: dict[str, list[Log]], metric: str) -> tuple[dict[str, Array], list[str]]:
     """Return the last values of a metric by algorithm, `[runs, environments]`, and the environments.
 
-    Raises:
-        ConfigurationError: An algorithm lacks an environment, or has other numbers of runs in some of them.
+    An algorithm with missing environments or unequal numbers of runs raises a `ConfigurationError`.
     """
     found: dict[str, dict[str, list[float]]] = {}
     for panel in _panels(experiments, metric):

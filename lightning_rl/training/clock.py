@@ -110,18 +110,11 @@ class ScheduledOptions:
         self._entries: dict[str, _Entry] = {}
 
     def add(
-        self,
-        name: str,
-        value: Scheduled,
-        above: float | None = None,
-        at_least: float | None = None,
-        at_most: float | None = None,
-        owner: object = None,
-        option: str | None = None,
+        self, name: str, value: Scheduled, owner: object = None, option: str | None = None, **bounds: float | None
     ) -> float:
         """Add the attribute `name` of `owner` (None: the algorithm); return its initial value (`parse_schedule`)."""
         option = option or name
-        schedule = parse_schedule(option, value, above=above, at_least=at_least, at_most=at_most)
+        schedule = parse_schedule(option, value, **bounds)
         if schedule.varies:
             self._entries[name] = _Entry(schedule, option, owner)
         return schedule.at(0, None)

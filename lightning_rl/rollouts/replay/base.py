@@ -63,12 +63,10 @@ class Replay(ABC):
 
 
 class Layout(NamedTuple):
-    """Properties that rollouts in one memory must share.
+    """Properties that rollouts in one memory must share: `shape` is `(T, B)`, or `(T, 1)` for a single unroll.
 
-    Attributes:
-        shape: `(T, B)`; `(T, 1)` for the unroll of one environment.
-        num_states: For a recurrent policy, number of stored states of each environment, else 0.
-        burn_in: Number of steps between these states and the sequences.
+    For a recurrent policy, `num_states` is the number of stored states of each environment, and `burn_in` the number of
+    steps between these states and the sequences; else 0.
     """
 
     shape: tuple[int, int]
