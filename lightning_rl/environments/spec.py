@@ -134,7 +134,7 @@ class EnvConfig:
         check(known, "env.on_failure", self.on_failure, "raise or restart")
         check_positive_int("env.action_repeat", self.action_repeat)
         repeats = learned_repeat(self.learned_action_repeat) is not None or self.action_repeat > 1
-        known = self.frame_count == "simulated" or (self.frame_count == "nominal" and repeats)
+        known = is_one_of(self.frame_count, ("simulated", "nominal") if repeats else ("simulated",))
         expected = "simulated, or nominal beside env.action_repeat or env.learned_action_repeat"
         check(known, "env.frame_count", self.frame_count, expected)
         for name, off, cannot in (
