@@ -69,6 +69,12 @@ def test_custom_networks_are_used_trained_and_loaded_again(in_tmp_path):
     assert torch.equal(again.policy(observations)[1], fourier.policy(observations)[1])
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_fabric_trains_the_loss_of_ppo(precision):
+    returns = example("fabric").main(max_env_steps=20_480, precision=precision)
+    assert max(returns[:2]) < 40 and sum(returns[-3:]) / 3 > 80
+
+
 def test_action_masks_are_obeyed_and_learned_with(in_tmp_path):
     """The game ends the run where a field is taken; two players who move at random are even, up to who moves first."""
     assert example("action_masks").main(max_env_steps=16_384) > 0.6

@@ -68,7 +68,7 @@ from lightning_rl.training.checks import (
     training_device,
 )
 from lightning_rl.training.clock import RATES, RunClock, ScheduledOptions, is_bounded, planned_env_steps
-from lightning_rl.training.compilation import compile_policy_alone
+from lightning_rl.training.compilation import compile_policy_and_loss
 from lightning_rl.training.config import (
     AdvantageConfig,
     AdvantageOptions,
@@ -613,7 +613,7 @@ class OnPolicyAlgorithm(LightningModule):
         self.updating = False
         check_strategy(self.trainer.strategy)
         check_mesh(self.device_mesh)
-        compile_policy_alone(self, self.policy)
+        compile_policy_and_loss(self, self.policy)
         check_spaces(self, self.trainer.datamodule)  # type: ignore[attr-defined]
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:

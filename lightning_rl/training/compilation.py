@@ -1,4 +1,4 @@
-"""Support for `torch.compile(model)`: only the policy is compiled."""
+"""Support for `torch.compile(model)`: only the policy and the loss are compiled."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def compile_policy_alone(model: LightningModule, policy: nn.Module) -> None:
-    """Compile only the policy of a model that `torch.compile` was called with; leave other models unchanged.
+def compile_policy_and_loss(model: LightningModule, policy: nn.Module) -> None:
+    """Compile only policy and loss of a model that `torch.compile` was called with; leave other models unchanged.
 
     Lightning compiles whole steps. A training step of this package contains optimizers, loggers and NumPy, which the
     compiler cannot trace. A policy with memory is not compiled: its shapes change with every rollout.
@@ -30,3 +30,5 @@ def compile_policy_alone(model: LightningModule, policy: nn.Module) -> None:
     # `nn.Module.compile` of PyTorch 2.13 assigns the same attribute, which copies and pickles leave out; but it cannot
     # be called with the options of an earlier torch.compile.
     policy._compiled_call_impl = context["dynamo_ctx"](policy._call_impl)
+    if "loss" not in vars(model):
+        model.loss = context["dynamo_ctx"](model.loss)

@@ -8,6 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from lightning_rl import PPO
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.training.loss import Loss
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 
 
@@ -18,7 +20,7 @@ def assert_close(model: PPO, other: PPO) -> None:
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
-def test_a_compiled_model_learns_the_same_and_compiles_its_policy_alone(env_id, tmp_path):
+def test_a_compiled_model_learns_the_same_and_compiles_policy_and_loss_alone(env_id, tmp_path):
     """Trace like the compiler, but run the graph without one."""
     data = make_data(env_id)
     expected = make_model(data)
@@ -41,6 +43,24 @@ def test_a_compiled_model_learns_the_same_and_compiles_its_policy_alone(env_id, 
     assert counter.frame_count == 1
     trainer.save_checkpoint(tmp_path / "model.ckpt")
     assert_equal_parameters(PPO.load_from_checkpoint(tmp_path / "model.ckpt"), parameters_of(model))
+
+
+class Traced(PPO):
+    """Records whether the compiler traces the loss."""
+
+    traced = False
+
+    def loss(self, batch: Batch) -> Loss:
+        self.traced = torch.compiler.is_compiling()
+        return super().loss(batch)
+
+
+def test_the_loss_is_compiled_too():
+    torch._dynamo.reset()
+    data = make_data()
+    model = Traced(**make_model(data).hparams)
+    make_trainer().fit(torch.compile(model, backend="eager"), data)
+    assert model.traced and model.policy_version == 2
 
 
 def test_compiling_a_recurrent_policy_logs_that_it_is_not_compiled():
