@@ -25,18 +25,17 @@ from lightning_rl import PPO, Distillation, EnvStepLimit, EnvStepValidation, Rol
 GOAL, EVERY = 475, 3_072
 
 
-def fit(config: str, seed: int, scores: Scores, path: Path, env: Any, **options: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Train with a shipped configuration, save a checkpoint, and return the options of the environment."""
+def fit(config: str, seed: int, scores: Scores, path: Path, env: Any, **options: Any) -> None:  # noqa: ANN401
+    """Train with a shipped configuration and other options, and save a checkpoint."""
     seed_everything(seed)
     settings = yaml.safe_load((ROOT / "configs" / config).read_text())
-    data = RolloutDataModule(**settings["data"] | ({} if env is None else {"env": env}), seed=seed)
+    data = RolloutDataModule(**settings["data"] | {"env": env}, seed=seed)
     kind = {"PPO": PPO, "Distillation": Distillation}[settings["model"]["class_path"]]
     model = kind(data.observation_space, data.action_space, **settings["model"]["init_args"] | options)
     limit = EnvStepLimit(settings["max_env_steps"])
     trainer = quiet_trainer(limit, EnvStepValidation(EVERY), scores, max_epochs=-1)
     trainer.fit(model, data)
     trainer.save_checkpoint(path)
-    return settings["data"]["env"]
 
 
 def reached(env_steps: list[int], returns: list[float]) -> int | None:
@@ -46,11 +45,12 @@ def reached(env_steps: list[int], returns: list[float]) -> int | None:
 
 def run(seed: int, folder: Path) -> dict[str, Any]:
     """Return the evaluations of one student."""
-    student_config = yaml.safe_load((ROOT / "configs" / "distillation" / "cartpole.yaml").read_text())
+    student = yaml.safe_load((ROOT / "configs" / "distillation" / "cartpole.yaml").read_text())
+    env, teacher = student["data"]["env"], folder / "teacher.ckpt"
     teaching, learning = Scores(), Scores()
-    fit("ppo/cartpole.yaml", seed, teaching, folder / "teacher.ckpt", student_config["data"]["env"])
-    fit("distillation/cartpole.yaml", seed, learning, folder / "s.ckpt", None, teacher=str(folder / "teacher.ckpt"))
-    ends = student_config["model"]["init_args"]["distillation_coef"]["points"][-1][0]
+    fit("ppo/cartpole.yaml", seed, teaching, teacher, env)
+    fit("distillation/cartpole.yaml", seed, learning, folder / "student.ckpt", env, teacher=str(teacher))
+    ends = student["model"]["init_args"]["distillation_coef"]["points"][-1][0]
     alone = [score for step, score in zip(learning.env_steps, learning.returns, strict=True) if step > ends]
     return {
         "seed": seed,
