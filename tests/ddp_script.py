@@ -101,6 +101,7 @@ PHASES: dict[str, tuple[type[PPG], dict[str, Any]]] = {
     "shared": (PPG, {"architecture": "shared", "optimizer": {"num_value_epochs": 2}}),
     "detached": (PPG, {"architecture": "detached", "optimizer": {"num_value_epochs": 2}, "aux_sequences": True}),
     "memory": (PPG, {"policy": {"memory": {"kind": "gru", "hidden_size": 6, "sequence_length": 8, "burn_in": 3}}}),
+    "transformer": (PPG, {"policy": {"memory": {"kind": "gtrxl", "hidden_size": 6, "context_length": 4}}}),
     "off_policy": (OffPolicyPPG, {"updates_per_rollout": 3, "batch_size": 16, "value_max_use": 2, "num_epochs": 2}),
 }
 

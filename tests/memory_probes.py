@@ -11,7 +11,7 @@ from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.rollouts.sequences import Sequences
 from tests.helpers import DISCRETE, VECTOR
 
-KINDS = ("lstm", "gru")
+KINDS = ("lstm", "gru", "mingru", "gtrxl")
 
 
 def make_policy(memory: Any = "lstm", dtype: torch.dtype = torch.float64, **options: Any) -> ActorCritic:

@@ -110,6 +110,13 @@ def test_it_trains_on_policy_and_plays(combination):
     check_training(*make(combination))
 
 
+@pytest.mark.parametrize("kind", ["mingru", "gtrxl"])
+@pytest.mark.parametrize("combination", [one for one in SAMPLE if one.memory], ids=str)
+def test_other_kinds_of_memory_learn_on_policy(combination, kind):
+    memory = {"kind": kind, "burn_in": 2, "num_layers": 2} | ({"context_length": 3} if kind == "gtrxl" else {})
+    check_training(*make(combination, policy={"memory": memory}))
+
+
 @sample
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(combination, tmp_path: Path):
     passes = {"num_epochs": 1, "num_minibatches": 2}

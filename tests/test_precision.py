@@ -39,6 +39,8 @@ SETTINGS = {
     "normalized_shared": ("CartPole-v1", merged(NORMALIZED, {"policy": {"shared_encoder": True}})),
     "images": (PIXELS, {"policy": {"hidden_sizes": ()}}),
     "memory": ("CartPole-v1", merged(NORMALIZED, {"policy": {"memory": "lstm", "shared_encoder": True}})),
+    "minimal_gru": ("CartPole-v1", {"policy": {"memory": {"kind": "mingru", "num_layers": 2}}}),
+    "transformer": ("Pendulum-v1", {"policy": {"memory": {"kind": "gtrxl", "hidden_size": 16, "context_length": 5}}}),
     "memory_of_each": ("Pendulum-v1", {"policy": {"memory": {"kind": "gru", "sequence_length": 8, "burn_in": 4}}}),
 }
 

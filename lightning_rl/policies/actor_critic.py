@@ -15,6 +15,7 @@ from lightning_rl.nested import Nested, join, map_leaves, part_at, space_leaves,
 from lightning_rl.policies.distributions import ActionDistribution, Distribution, make_action_head
 from lightning_rl.policies.distributions.continuous import BetaHead
 from lightning_rl.policies.interface import PolicyOutput
+from lightning_rl.policies.memory_cells import make_core
 from lightning_rl.policies.networks import DiscreteEncoding, Network, make_encoder
 from lightning_rl.policies.networks.mlp import HeadLinear
 from lightning_rl.policies.normalization import (
@@ -89,9 +90,9 @@ class ActorCritic(nn.Module):
         self.actor_core: RecurrentCore | None = None
         self.critic_core: RecurrentCore | None = None
         if self.memory is not None:
-            self.actor_core = RecurrentCore(width, self.memory)
+            self.actor_core = make_core(width, self.memory)
             if self.memory.are_separate(shared):
-                self.critic_core = RecurrentCore(value_width, self.memory)
+                self.critic_core = make_core(value_width, self.memory)
             width = value_width = self.memory.hidden_size
 
         mask_space = None if self._mask_path is None else part_at(observation_space, self._mask_path)

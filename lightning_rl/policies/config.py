@@ -23,8 +23,9 @@ class PolicyConfig:
         discrete_encoding: MLP input for `Discrete` and `MultiDiscrete`: `one_hot` vectors or a learned `embedding`.
         shared_encoder: Share one encoder between actor and critic. None does so for images unless critic_only is set.
         critic_only: Paths of parts of a `Dict` observation that only the critic sees: `goal`, `robot.mass`.
-        memory: Recurrent core between encoder and heads: `lstm`, `gru`, or `{"kind": "lstm", option: value}` with
-            `hidden_size`, `num_layers`, `separate`, `sequence_length` and `burn_in`. None has no core. See
+        memory: Recurrent core between encoder and heads: `lstm`, `gru`, `mingru`, `gtrxl`, or
+            `{"kind": "lstm", option: value}` with `hidden_size`, `num_layers`, `separate`, `sequence_length`, `burn_in`
+            and `context_length` (`gtrxl` only, 32 steps by default). None has no core. See
             docs/policies.md.
         initial_log_std: Initial logarithm of the standard deviation of continuous actions.
         action_distribution: `gaussian`, `squashed_gaussian`, `beta` or others, by name or as `{"kind": name, option:

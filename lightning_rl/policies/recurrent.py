@@ -15,8 +15,8 @@ from lightning_rl.rollouts.sequences import Segments
 from lightning_rl.validation import check, check_bool, check_positive_int, is_int, is_one_of
 
 Memory = str | dict[str, Any] | None
-"""`lstm`, `gru`, `{"kind": "lstm", option: value}`, or None for no memory."""
-_KINDS = ("lstm", "gru")
+"""`lstm`, `gru`, `mingru`, `gtrxl`, `{"kind": "lstm", option: value}`, or None for no memory."""
+_KINDS = ("lstm", "gru", "mingru", "gtrxl")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class MemoryOptions:
     separate: bool | None = None
     sequence_length: int | None = None
     burn_in: int = 0
+    context_length: int | None = None
 
     @classmethod
     def parse(cls, value: Any) -> MemoryOptions | None:  # noqa: ANN401 - unchecked input of a user
@@ -56,6 +57,9 @@ class MemoryOptions:
             check_positive_int(f"memory.{name}", getattr(options, name))
         if options.sequence_length is not None:
             check_positive_int("memory.sequence_length", options.sequence_length)
+        if options.context_length is not None:
+            check_positive_int("memory.context_length", options.context_length)
+            check(options.kind == "gtrxl", "memory.context_length", options.context_length, "None unless kind is gtrxl")
         if options.separate is not None:
             check_bool("memory.separate", options.separate)
         check(is_int(options.burn_in) and options.burn_in >= 0, "memory.burn_in", options.burn_in, "0 or more steps")
@@ -161,18 +165,19 @@ class RecurrentCore(nn.Module):
         self, x: Tensor, segments: Segments, state: Nested, weights: list[Tensor]
     ) -> tuple[Tensor, Nested]:
         """Unroll in one call for each range of steps with the same segments; on the CPU 10 × as fast as packing."""
-        shape = (True, self.num_layers, 0.0, torch.is_grad_enabled(), False, False)
         outputs, ended = [], []
         parts = torch.split(x, [steps * width for steps, width in segments.runs])
         for part, (steps, width) in zip(parts, segments.runs, strict=True):
             ended.append(map_leaves(lambda s, w=width: s[:, w:], state))
             state = map_leaves(lambda s, w=width: s[:, :w].contiguous(), state)
-            rectangle = part.view(steps, width, -1)
-            if self.is_lstm:
-                output, h, c = torch.lstm(rectangle, state, weights, *shape)
-                state = (h, c)
-            else:
-                output, state = torch.gru(rectangle, state, weights, *shape)
+            output, state = self._unroll_run(part.view(steps, width, -1), state, weights)
             outputs.append(output.flatten(0, 1))
         states = map_leaves(lambda *parts: torch.cat(parts, 1), state, *reversed(ended))
         return torch.cat(outputs), states
+
+    def _unroll_run(self, steps: Tensor, state: Nested, weights: list[Tensor]) -> tuple[Tensor, Nested]:
+        shape = (True, self.num_layers, 0.0, torch.is_grad_enabled(), False, False)
+        if self.is_lstm:
+            output, h, c = torch.lstm(steps, state, weights, *shape)
+            return output, (h, c)
+        return torch.gru(steps, state, weights, *shape)

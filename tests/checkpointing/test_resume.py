@@ -247,6 +247,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "restarts": (FRAGILE, {"normalization": {"rewards": True}}),
     "memory": ({"env_id": "CartPole-v1"}, {"policy": {"memory": "lstm", "shared_encoder": True}, "num_minibatches": 3}),
+    "mingru": ({"env_id": "CartPole-v1"}, {"policy": {"memory": "mingru"}, "num_minibatches": 3}),
+    "gtrxl": (
+        {"env_id": "CartPole-v1"},
+        {"policy": {"memory": {"kind": "gtrxl", "hidden_size": 8, "context_length": 6}}, "num_minibatches": 3},
+    ),
     "memory_of_each": (
         {"env_id": "tests.probes:Probe/Random-v0", "env": {"on_failure": "restart"}},
         {

@@ -40,6 +40,8 @@ CASES: dict[str, tuple[spaces.Space[Any], spaces.Space[Any], dict[str, Any]]] = 
     "squashed": (VECTOR, BOX, {"policy": {"action_distribution": "squashed_gaussian"}}),
     "beta": (VECTOR, BOX, {"policy": {"action_distribution": "beta"}}),
     "lstm": (VECTOR, DISCRETE, {"policy": {"memory": {"kind": "lstm", "hidden_size": 8, "num_layers": 2}}}),
+    "mingru": (VECTOR, DISCRETE, {"policy": {"memory": {"kind": "mingru", "hidden_size": 8, "num_layers": 2}}}),
+    "gtrxl": (VECTOR, DISCRETE, {"policy": {"memory": {"kind": "gtrxl", "hidden_size": 8, "context_length": 3}}}),
     "masks": (MASKED, DISCRETE, {}),
     "nested": (SENSORS, HYBRID, {"policy": {"critic_only": ["camera"]}, "normalization": {"observations": True}}),
 }
@@ -252,7 +254,7 @@ class Session:
         return dict(zip(names, self.session.run(names, feed), strict=True))
 
 
-@pytest.mark.parametrize("case", ["lstm", "nested"])
+@pytest.mark.parametrize("case", ["lstm", "mingru", "gtrxl", "nested"])
 def test_onnx_models_act_like_policies_by_input_name(case, tmp_path):
     model = make(case)
     folder = export_policy(model, tmp_path / case, "Probe-v0", format="onnx", programs=["greedy"], score={"mean": 7.0})
