@@ -36,7 +36,7 @@ The column after the goal compares every seed with [`benchmarks/goals.json`](../
 * `reached`: every seed is at the goal or above; `not reached`: some seed is below.
 * `stopped`: the whole run would take hours or days here, and was ended after the given steps. Score and time belong to
   these steps.
-* `not run`: the configuration needs several GPUs, which were not available.
+* `not run`: the configuration needs several GPUs, or has no result yet.
 
 The goal may differ from the published score in the last column.
 
