@@ -147,7 +147,8 @@ class CommandParser(LightningArgumentParser):
         types: dict[str, Any] = {"seed_everything": bool | int}
         for group, source in [*self.sources, *((option, cls) for option, _, cls in classes)]:
             types |= {f"{group}.{name}".removeprefix("."): hint for name, hint in types_of(source).items()}
-        mistakes += _mistakes(given, {name: hint for name, hint in types.items() if name not in _BASES})
+        # Options of a class that cannot be imported are unknown.
+        mistakes = mistakes or [*_mistakes(given, {name: x for name, x in types.items() if name not in _BASES})]
         # The parser names the first mistake only, and knows more: the other settings may be right.
         text = "\n".join(text for key, text in mistakes if key in message) or message
         text = (None if ex is None else error_message(ex)) or text

@@ -790,7 +790,8 @@ def test_a_class_of_ones_own_that_is_not_there_is_said_with_what_was_meant(capsy
     Path("own_models.py").write_text("import lightning_rl\nclass Mine(lightning_rl.PPO):\n    pass\nclass Other: ...\n")
     monkeypatch.syspath_prepend(str(Path.cwd()))
     arguments = [argument for argument in SMALL if not argument.startswith("--model")]
-    text = refused(capsys, "fit", *arguments, f"--model={model}", status=2)
+    text = refused(capsys, "fit", *arguments, f"--model={model}", "--model.temperature=1", status=2)
+    assert len(text.splitlines()) == 1
     assert text.startswith(f"model={model!r} ") and message in text
 
 
