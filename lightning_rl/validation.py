@@ -268,7 +268,7 @@ def import_class(field: str, class_path: str, base: type[Any] | tuple[type[Any],
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigurationError(
-            f"{field}={class_path!r} cannot be imported ({error}): expected package.module.Class, of a folder in PYTHONPATH"
+            f"{field}={class_path!r} cannot be imported ({error}): expected package.module.Class in PYTHONPATH"
         ) from error
     check(inspect.isclass(found), field, class_path, "the path of a class")
     names = " or ".join(one.__name__ for one in (base if isinstance(base, tuple) else (base,)))
