@@ -621,7 +621,8 @@ class OnPolicyAlgorithm(LightningModule):
         has_update = type(self).update is not OnPolicyAlgorithm.update
         check(has_update, "model", type(self).__name__, "a subclass that defines update(rollout)")
         check_trainer(self, trainer, rollout_shape)
-        problem = fast.compiler_problem(training_device(trainer)) or None
+        device = training_device(trainer)
+        problem = fast.compiler_problem(device) or None
         fast_paths = self.options["debug.fast_paths"]
         check(fast_paths != "compiled" or problem is None, "debug.fast_paths", fast_paths, f"auto, since {problem}")
         self.schedules.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")

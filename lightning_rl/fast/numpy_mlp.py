@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, TypeGuard, cast
 
@@ -25,8 +24,6 @@ Array = NDArray[np.floating[Any]]
 
 _DTYPES = (torch.float32, torch.float64)
 _TANH_BACKWARD = torch.ops.aten.tanh_backward.default
-# NumPy's BLAS may run larger products (in multiplications) on several threads.
-_LARGEST_NUMPY_PRODUCT = 2**18
 # Members of `ActorCritic` that `Actor` reimplements.
 _ACTING = ("act", "prepare_observations", "_acting_features", "_encode_for_actor", "_encode", "_distribution")
 
@@ -53,19 +50,10 @@ class NumpyMLP:
         gradients: list[Tensor] = []
         for k in range(len(self.layers) - 1, -1, -1):
             features = self._features.pop()
-            gradients += [gradient.sum(0), product(gradient.t(), features)]
+            gradients += [gradient.sum(0), gradient.t().mm(features)]
             if k > 0:
                 gradient = _TANH_BACKWARD(gradient.mm(self.layers[k][0]), features)
         return gradients[::-1]
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the matrix product of `[N, K]` and `[K, M]` without autograd; NumPy is faster for narrow matrices."""
-    sizes = *a.shape, b.shape[1]
-    # Products with a vector use other routines of the BLAS.
-    if min(sizes) > 1 and math.prod(sizes) <= _LARGEST_NUMPY_PRODUCT:
-        return torch.from_numpy(a.numpy().dot(b.numpy()))
-    return a.mm(b)
 
 
 class Actor:

@@ -16,7 +16,6 @@ from lightning_rl.fast.numpy_mlp import (
     Actor,
     NumpyMLP,
     actor,
-    product,
     tanh_parameters,
 )
 from lightning_rl.masks import ActionMask
@@ -48,20 +47,6 @@ def test_outputs_and_gradients_equal_autograd(sizes, rows):
     expected = torch.autograd.grad((layers(x) * weights).sum(), list(layers.parameters()))
     torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-13)
     assert all(gradient.is_contiguous() for gradient in found)
-
-
-SHAPES = [(4, 5, 6), (64, 4, 256), (4, 256, 64), (64, 256, 1), (1, 256, 64), (64, 1, 3), (64, 64, 65), (300, 64, 40)]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_support_any_memory_layout(shape):
-    rows, inner, columns = shape
-    a, b = (torch.randn(size, dtype=torch.float64) for size in ((rows, inner), (inner, columns)))
-    expected = torch.einsum("nk,km->nm", a, b)
-    for left in (a, a.t().contiguous().t()):
-        result = product(left, b)
-        torch.testing.assert_close(result, expected)
-        assert result.is_contiguous()  # as gradients are
 
 
 def test_numpy_tanh_equals_pytorch_tanh():
