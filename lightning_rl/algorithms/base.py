@@ -115,6 +115,12 @@ from lightning_rl.validation import (
 )
 
 
+def _update_acting_policy(model: Any) -> None:  # noqa: ANN401
+    """Copy the sharded parameters of an algorithm's policy to the whole policy that acts."""
+    for policy in model.acting_copies:
+        copy_whole(model.policy, policy)
+
+
 class OnPolicyAlgorithm(LightningModule):
     """Base of the algorithms: a subclass defines `update(rollout)` and `loss(batch)`.
 
@@ -197,7 +203,7 @@ class OnPolicyAlgorithm(LightningModule):
         self.replays: dict[str, Replay] = {}
         self.not_in_checkpoints: set[str] = set()
         self.skipped_updates, self.updating = 0, False
-        self._whole_policy: list[nn.Module] = []  # in a list, which hides it from checkpoints
+        self.acting_copies: list[nn.Module] = []  # in a list, which hides it from checkpoints
         self._restored_ranks: list[dict[str, Any]] = []
         self._restored_plan: int | None = None
         self._set_learning_rates(learning_rate)
@@ -404,7 +410,7 @@ class OnPolicyAlgorithm(LightningModule):
         for config in self.trainer.lr_scheduler_configs:
             step_scheduler(config.scheduler, scheduler_spec(self.options))
         self.clock.policy_version += 1
-        self._update_acting_policy()
+        _update_acting_policy(self)
         if (publish := getattr(self.trainer.datamodule, "publish_policy", None)) is not None:  # type: ignore[attr-defined]
             publish()  # to asynchronous actors
         self.clock.advance(rollout, self.device)
@@ -498,13 +504,9 @@ class OnPolicyAlgorithm(LightningModule):
         With sharded parameters all ranks update the copy after each training step. On XLA the copy is on the CPU and
         new in each call: XLA runs whole graphs, and one graph per environment step would be slow.
         """
-        if self._whole_policy:
-            return self._whole_policy[0]
+        if self.acting_copies:
+            return self.acting_copies[0]
         return copy_to_cpu(self.policy) if self.device.type == "xla" else self.policy
-
-    def _update_acting_policy(self) -> None:
-        for policy in self._whole_policy:
-            copy_whole(self.policy, policy)
 
     on_validation_start = on_test_start = on_predict_start = _update_acting_policy  # a checkpoint was loaded
 
@@ -605,8 +607,8 @@ class OnPolicyAlgorithm(LightningModule):
         return [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in present)]
 
     def configure_model(self) -> None:
-        if self.device_mesh is not None and not self._whole_policy:
-            self._whole_policy = [shard(self.policy, self.device_mesh["data_parallel"])]
+        if self.device_mesh is not None and not self.acting_copies:
+            self.acting_copies = [shard(self.policy, self.device_mesh["data_parallel"])]
 
     def setup(self, stage: str) -> None:
         self._roll_back()  # an update that an exception interrupted
@@ -640,7 +642,7 @@ class OnPolicyAlgorithm(LightningModule):
         self.check_actors(getattr(data, "num_actors", 0))
 
     def on_train_start(self) -> None:
-        self._update_acting_policy()
+        _update_acting_policy(self)
         self._restore_this_rank()
         for optimizer in self.steps.all_optimizers:
             for group in optimizer.param_groups:  # a checkpoint may come from another device
@@ -793,7 +795,7 @@ class OnPolicyAlgorithm(LightningModule):
             for sentence in changes(checkpoint, self):
                 rank_zero_info(sentence)
             adopt_settings(checkpoint, self)
-            if self._whole_policy:  # `ModelParallelStrategy` has already loaded the optimizers
+            if self.acting_copies:  # `ModelParallelStrategy` has already loaded the optimizers
                 for stored, optimizer in zip(checkpoint["optimizer_states"], self.trainer.optimizers, strict=False):
                     for group, settings in zip(optimizer.param_groups, stored["param_groups"], strict=True):
                         group |= {name: x for name, x in settings.items() if name != "params"}

@@ -78,7 +78,13 @@ class PPO(OnPolicyAlgorithm):
         )
         self.num_epochs = check_positive_int("num_epochs", num_epochs)
         self.num_minibatches, self.minibatch_size = num_minibatches, minibatch_size
-        self._check_minibatch_options()
+        if minibatch_size is None:
+            check_positive_int("num_minibatches", num_minibatches)
+        else:
+            check_positive_int("minibatch_size", minibatch_size)
+            default = defaults_of(type(self))["num_minibatches"]
+            expected = f"None beside minibatch_size={minibatch_size}"
+            check(num_minibatches in (None, default), "num_minibatches", num_minibatches, expected)
         self.estimator.gae_lambda = self.scheduled(
             "gae_lambda", gae_lambda, at_least=0, at_most=1, owner=self.estimator
         )
@@ -87,15 +93,6 @@ class PPO(OnPolicyAlgorithm):
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
         self.target_kl = self.scheduled_or_none("target_kl", target_kl, above=0)
         self._set_clipping()
-
-    def _check_minibatch_options(self) -> None:
-        count, size = self.num_minibatches, self.minibatch_size
-        if size is None:
-            check_positive_int("num_minibatches", count)
-        else:
-            check_positive_int("minibatch_size", size)
-            default = defaults_of(type(self))["num_minibatches"]
-            check(count in (None, default), "num_minibatches", count, f"None beside minibatch_size={size}")
 
     def _set_clipping(self) -> None:
         """Check the options of `clipping`, and set the attributes that the loss uses."""

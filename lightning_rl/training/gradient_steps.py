@@ -403,6 +403,7 @@ class UpdateRecord:
         self.is_open = self.finite = self._counts = torch.ones((), dtype=torch.bool, device=device)
         self.num_updates = torch.zeros((), dtype=torch.int64, device=device)
         self.observed: set[str] = set()
+        self._skips: Tensor | None = None
         # Values by their names, each with the `is_open` flag at the start of its minibatch.
         self._values: dict[tuple[str, ...], list[tuple[Tensor, Tensor]]] = {}
         self._absolute: dict[str, list[tuple[Tensor, Tensor]]] = {}
@@ -410,15 +411,15 @@ class UpdateRecord:
 
     def next_minibatch(self) -> None:
         """Start a minibatch; its values are dropped if the updates were stopped before."""
-        self._counts = self.is_open
+        self._counts, self._skips = self.is_open, None
 
     def skip_step_if(self, condition: Tensor) -> None:
         """Take no step on this minibatch if `condition` is true, and drop what is recorded for it from now on."""
-        self._counts = self._counts & ~condition
+        self._counts, self._skips = self._counts & ~condition, condition
 
     @property
     def takes_step(self) -> Tensor:
-        return self.is_open & self._counts
+        return self.is_open if self._skips is None else self.is_open & ~self._skips
 
     def add(self, **terms: Tensor | float) -> None:
         """Record scalars of a minibatch that must be finite; `means` returns their mean over minibatches."""
