@@ -26,8 +26,12 @@ def no_seed_of_another_test():
 
 @pytest.fixture(autouse=True)
 def lightning_tells_caplog(monkeypatch):
-    """Lightning keeps what it logs to itself where it is imported before pytest listens, as pytest 8 has it."""
-    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
+    """Let pytest see what Lightning logs, also after a script that changed the level of the logger."""
+    logger = logging.getLogger("lightning.pytorch")
+    monkeypatch.setattr(logger, "propagate", True)
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

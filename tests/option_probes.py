@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import random
 import signal
+import tempfile
 import traceback
 import typing
 import warnings
@@ -263,6 +264,16 @@ def _recorded(env_id: str) -> Any:
     return batches[0]
 
 
+@cache
+def _teacher(env_id: str) -> str:
+    """The path of a checkpoint, for algorithms that learn from a teacher."""
+    path = Path(tempfile.mkdtemp()) / "teacher.ckpt"
+    trainer = make_trainer()
+    trainer.strategy.connect(lightning_rl.PPO(**_spaces(env_id), policy={"hidden_sizes": (4,)}))
+    trainer.save_checkpoint(path)
+    return str(path)
+
+
 def make(case: Case) -> Any:
     """Make the algorithm or the data module.
 
@@ -273,6 +284,8 @@ def make(case: Case) -> Any:
     if issubclass(case.made, OnPolicyAlgorithm):
         small: dict[str, Any] = {"policy.hidden_sizes": (4,), "num_minibatches": 2, "num_epochs": 1}
         small |= _spaces(case.env_id)
+        if "teacher" in known:
+            small["teacher"] = _teacher(case.env_id)
         small |= {"num_policy_iterations": 2, "num_aux_epochs": 1, "num_aux_minibatches": 2}
     else:
         small = {"env_id": case.env_id, "num_envs": 2, "rollout_length": 8, "rollouts_per_epoch": 2, "seed": 0}

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_rl import A2C, PPO, OffPolicyPPG, TFAgentsPPO
@@ -229,15 +228,6 @@ def test_custom_algorithms_can_remove_their_options_from_kwargs():
     assert Own(VECTOR, DISCRETE, width=4, depth=2).options["policy.hidden_sizes"] == [4, 4]
     with pytest.raises(ConfigurationError, match="widht=4 is no option of Own; did you mean width"):
         Own(VECTOR, DISCRETE, widht=4)
-
-
-def test_precision_with_loss_scaling_raises():
-    data = make_data()
-    plugin = MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(
-        ConfigurationError, match=r"precision='16-mixed' .* expected one of 32-true, bf16-mixed, bf16-true, 64"
-    ):
-        make_trainer(plugins=[plugin]).fit(make_model(data), data)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_flat_action_logs_one_entropy() -> None:
     logger = MemoryLogger()
     model, data = make("gaussian")
     make_trainer(logger=logger, log_every_n_steps=1).fit(model, data)
-    assert [name for name in logger.calls[-1][0] if "entropy" in name] == ["train/entropy"]
+    assert [name for name in logger.calls[-1][0] if "entropy" in name] == ["train/entropy", "train/entropy_coef"]
 
 
 def test_share_of_clipped_components_is_logged() -> None:
