@@ -62,15 +62,16 @@ class Distillation(PPO):
         A file that is no checkpoint of this package, or a policy that does not fit, raises a `ConfigurationError`.
         """
         path = self.options["teacher"]
+        teacher = f"teacher={path!r}"
         name = read_checkpoint(path, "teacher", mapped=True)[CHECKPOINT_KEY]["algorithm"]
         loaded = getattr(algorithms, name, OnPolicyAlgorithm).load_from_checkpoint(path, map_location="cpu")
         for space in ("observation_space", "action_space"):
             found, expected = getattr(loaded, space), getattr(self, space)
-            check(found == expected, f"teacher: {space}", found, f"{expected}, as the student")
+            check(found == expected, f"{teacher}: {space}", found, f"{expected}, as the student")
         option = "policy.action_distribution"
         found, expected = loaded.options[option], self.options[option]
-        check(found == expected, f"teacher: {option}", found, f"{expected!r}, as the student")
-        check(loaded.policy.memory is None, "teacher: policy.memory", loaded.policy.memory, "None")
+        check(found == expected, f"{teacher}: {option}", found, f"{expected!r}, as the student")
+        check(loaded.policy.memory is None, f"{teacher}: policy.memory", loaded.policy.memory, "None")
         return loaded.policy.requires_grad_(False)
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 
 from lightning_rl.callbacks.video import data_of
 from lightning_rl.distributed import gather_ranks
+from lightning_rl.options import changed
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import check, check_keywords, check_number, check_positive_int
 
@@ -67,7 +68,7 @@ class Curriculum(Callback):
     """
 
     def __init__(self, stages: Stages, episodes: int = 50) -> None:
-        self.stages = [stage if isinstance(stage, CurriculumStage) else CurriculumStage(**stage) for stage in stages]
+        self.stages = [changed(f"stages[{number}]", CurriculumStage(), stage) for number, stage in enumerate(stages)]
         check(len(self.stages) > 1, "stages", stages, "a list of at least two stages")
         check_positive_int("episodes", episodes)
         for number, stage in enumerate(self.stages):

@@ -142,9 +142,9 @@ def test_resumed_run_is_equal_bit_for_bit(teacher, tmp_path, options):
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        ({"env": {"wrappers": []}}, {}, "teacher: observation_space="),
-        ({}, {"policy": {"memory": "gru"}}, "teacher: policy.memory="),
-        ({}, {"policy": {"action_distribution": "tf_agents_categorical"}}, "teacher: policy.action_distribution="),
+        ({"env": {"wrappers": []}}, {}, "observation_space="),
+        ({}, {"policy": {"memory": "gru"}}, "policy.memory="),
+        ({}, {"policy": {"action_distribution": "tf_agents_categorical"}}, "policy.action_distribution="),
     ],
 )
 def test_teacher_that_does_not_fit_is_refused_before_training(tmp_path, given, options, message):
@@ -153,7 +153,7 @@ def test_teacher_that_does_not_fit_is_refused_before_training(tmp_path, given, o
         tmp_path / "other.ckpt", make_data("CartPole-v1", **merged({"env": {"wrappers": [SPLIT]}}, given)), **options
     )
     student = make_student(data, path)
-    with pytest.raises(ConfigurationError, match=re.escape(message)):
+    with pytest.raises(ConfigurationError, match=re.escape(f"teacher={str(path)!r}: {message}")):
         make_trainer().fit(student, data)
     assert student.env_steps == 0
 

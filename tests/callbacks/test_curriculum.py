@@ -209,6 +209,8 @@ INVALID = [
     ),
     ([{**VALID, "until_return": "a"}, {"attributes": {"length": 1}}], {}, "stages[0].until_return='a' is not valid"),
     (stages_of("length", 1, 2), {"episodes": 0}, "episodes=0 is not valid"),
+    ([{**VALID, "until_retrun": 1}, VALID], {}, "stages[0].until_retrun=1 is no option; did you mean until_return"),
+    ([VALID, 3], {}, "stages[1]=3 is not valid: expected CurriculumStage(...) or a dict of its options"),
 ]
 
 
