@@ -39,12 +39,12 @@ INTRODUCTION = f"""# Results
 intervals of the mean. The row at the top is the interquartile mean over all seeds and tasks, with a stratified
 bootstrap interval.
 
-Each row of the table compares like with like. A published maximum over training is compared with the best evaluation of
-each run, published training returns with the last {LAST} logged training returns, and other published scores with the
-final policy over 100 episodes. In the last column:
+Each row of the table compares scores of the same kind. A published maximum over training is compared with the best
+evaluation of each run, published training returns with the last {LAST} logged training returns, and other published scores
+with the final policy over 100 episodes ("as before": the score in the column before). In the last column:
 
 * **beats**: the lower bound of the interval is at or above the published mean
-* **matches**: the interval contains the published mean, and the own mean is at least 90 % of it
+* **matches**: the interval contains the published mean, and the mean here is at least 90 % of the published mean
 * **below**: everything else
 * "one run": the source trained a single agent, so its score says little about another seed
 * "more steps": trained for more environment steps than the published run
@@ -52,11 +52,11 @@ final policy over 100 episodes. In the last column:
 """
 ENDING = """
 The [model zoo](zoo.md) has all configurations, also those without a published mean, and runs that were stopped early.
-Hyper-parameters are those of the shipped configurations.
+All runs use the hyper-parameters of the shipped configurations.
 
 ## Same update as other libraries
 
-With [presets for five libraries](same_update.md), one update gives the same parameters to 1e-6.
+[Presets for five libraries](same_update.md) give the same parameters after an update as these libraries, to 1e-6.
 """
 
 

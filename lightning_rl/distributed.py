@@ -73,8 +73,7 @@ def gather_ranks(state: Any) -> list[Any]:  # noqa: ANN401 - any picklable objec
 def gather_on_rank_zero(state: Any) -> list[Any]:  # noqa: ANN401 - any picklable object
     """Return the `state` of every rank, in order, on rank 0, and an empty list on other ranks; a collective call.
 
-    The state may be large: process groups send it from CPU to CPU with Gloo. NCCL would need memory for it on every
-    GPU.
+    Process groups send the state from CPU to CPU with Gloo: NCCL would need memory on every GPU for a large state.
     """
     if world_size() == 1:
         return [state]
@@ -125,7 +124,7 @@ def gather_tensors(x: Tensor) -> Tensor:
     """Return `x` of every rank, `[ranks, ...]`; a collective call."""
     if world_size() == 1:
         return x.unsqueeze(0)
-    # The rank is data: XLA needs the same graph on every rank.
+    # The rank enters as a tensor, not as an index: XLA needs the same graph on every rank.
     is_own = (torch.arange(world_size()) == global_rank()).to(x.device)
     return all_reduce(torch.where(is_own.view(-1, *[1] * x.dim()), x, 0))
 
@@ -147,8 +146,7 @@ def gather_rows(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
 def moments(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return number, mean and sum of squared deviations of the entries of each part over all ranks, `[parts]` each.
 
-    Parts are `[N]`; N may differ between parts and ranks. One collective call: the moments of the ranks are combined by
-    the formula of Chan et al., 1979.
+    Parts are `[N]`; N may differ between parts and ranks. One collective call (formula of Chan et al., 1979).
     """
     counts = parts[0].new_tensor([len(part) for part in parts])
     means = torch.stack([part.sum() for part in parts]) / counts.clamp(min=1)

@@ -230,7 +230,7 @@ def to_class_specs(field: str, value: Sequence[ClassSpec | Callable[..., Any] | 
 def to_plain_data(field: str, value: Any) -> Any:  # noqa: ANN401
     """Return `value` as numbers, strings, None, and lists and dicts of these, for checkpoints.
 
-    A `ConfigurationError` names the place of anything else.
+    Any other value raises a `ConfigurationError` with its place in `value`.
     """
     if isinstance(value, dict):
         return {str(key): to_plain_data(f"{field}.{key}", entry) for key, entry in value.items()}

@@ -223,7 +223,7 @@ class OnPolicyAlgorithm(LightningModule):
     # ------------------------------------------------------------------ a subclass defines
 
     def update(self, rollout: Rollout) -> None:
-        """Learn from one rollout, `[T, B, ...]`: the lines of the algorithm's box in its paper.
+        """Update the parameters from one rollout, `[T, B, ...]`, as in the pseudocode of the algorithm's paper.
 
         Most algorithms take gradient steps on minibatches:
 
@@ -246,8 +246,7 @@ class OnPolicyAlgorithm(LightningModule):
 
         The rows `[N, ...]` have `observations`, `actions`, the acting policy's `log_probs` and `values`, `advantages`,
         `returns`, and the tensors that `update` added in `self.batch(rollout, name=tensor)`. `Loss` takes means over
-        the rows of all ranks. `compute_loss` calls this method too: it must not change the model, and works without a
-        Trainer.
+        the rows of all ranks. The method must not change the model or need a Trainer: `compute_loss` calls it too.
         """
         raise NotImplementedError(f"{type(self).__name__} has no loss(batch), which compute_loss calls")
 
@@ -257,10 +256,9 @@ class OnPolicyAlgorithm(LightningModule):
         """Run after the updates from a rollout, if all were finite; `means` has the mean of every recorded term."""
 
     def step_weights(self, rollout: Rollout) -> Tensor | None:
-        """Return the weight of each step in losses and means, `[T, B]`, at least 0. None weights all steps equally.
+        """Return the weight of each step in losses and means, `[T, B]`, at least 0; by default `rollout.weights`.
 
-        Steps of weight 0 are not learned from, but their rewards and values still count for earlier steps. The default
-        is `rollout.weights`.
+        None weights all steps equally. Rewards and values of steps of weight 0 still count for earlier steps.
         """
         return rollout.weights
 
@@ -289,8 +287,7 @@ class OnPolicyAlgorithm(LightningModule):
     def batch(self, rollout: Rollout, **per_step: Nested) -> Any:  # noqa: ANN401 - an algorithm may return another type
         """Return the steps of a rollout as rows of one batch, with `advantages` and `returns`.
 
-        Further tensors `[T, B, ...]` are added by name. With `normalization.update: before` the normalizers take in the
-        rollout here.
+        Adds `per_step` tensors, `[T, B, ...]`, by name. With `normalization.update: before`, updates normalizers first.
         """
         self.normalizers.begin(rollout)
         batch = self.estimator.batch(rollout, self.checked_weights(rollout), **per_step)
@@ -463,11 +460,11 @@ class OnPolicyAlgorithm(LightningModule):
 
         Changes nothing: no parameter, gradient, normalizer, clock, generator or logged value. Needs no Trainer. With
         several ranks it is a collective call over the rows of all ranks. With `normalization.update: before` the
-        normalizers know the rollout, as they would when learning.
+        normalizers include the rollout, as in training.
 
         Args:
-            rollouts: One or several. Several have the `mean` of each term over the rollouts, or the `sum`.
-            reduction: `mean` or `sum`.
+            rollouts: One or several.
+            reduction: Return the `mean` of each term over several rollouts, or the `sum`.
         """
         several = [rollouts] if isinstance(rollouts, Rollout | Batch) else rollouts
         check(len(several) > 0, "compute_loss: rollouts", rollouts, "at least one rollout")
@@ -499,7 +496,7 @@ class OnPolicyAlgorithm(LightningModule):
     # ------------------------------------------------------------------ acting
 
     def acting_policy(self) -> nn.Module:
-        """Return the policy that acts: `policy`, or a whole copy of it on a device that acts fast.
+        """Return the policy that acts: `policy`, or a copy with whole parameters, or on the CPU with XLA.
 
         With sharded parameters all ranks update the copy after each training step. On XLA the copy is on the CPU and
         new in each call: XLA runs whole graphs, and one graph per environment step would be slow.
@@ -514,8 +511,7 @@ class OnPolicyAlgorithm(LightningModule):
         """Return actions `[B, ...]` for observations `[B, *shape]`: modes, or samples unless `deterministic`.
 
         A recurrent policy needs its state, `self.policy.initial_memory(B)` or the state returned last, and returns
-        actions and the next state as a pair. `lightning_rl.policies.interface.to_environment` makes actions for an
-        environment.
+        (actions, next state). `lightning_rl.policies.interface.to_environment` converts actions for an environment.
         """
         if memory is None:
             return self.policy.act(observations, deterministic=deterministic).environment_action
@@ -695,8 +691,7 @@ class OnPolicyAlgorithm(LightningModule):
     def init_from(self, path: str | Path, parts: Sequence[Part] | None = None) -> WarmStart:
         """Copy the parameters that fit from a checkpoint of any algorithm, to start a new run with them.
 
-        Unlike `ckpt_path`, optimizer and clock start from the beginning, and network and spaces may differ. The result
-        says which tensors were copied.
+        Optimizer and clock start from the beginning; network and spaces may differ. The result lists copied tensors.
 
         Args:
             path: Path of the checkpoint.
@@ -745,7 +740,7 @@ class OnPolicyAlgorithm(LightningModule):
             options = constructor_options(algorithm, stored)
             has_unknown = bool(options.keys() - {parameter.name for parameter in parameters_of(algorithm)})
             saved = checkpoint[CHECKPOINT_KEY]["algorithm"]
-            # The options of a class of the user are those of its base, if it has no constructor.
+            # A user's class without a constructor has the options of its base class.
             shipped = saved in sys.modules[__name__.rpartition(".")[0]].__all__
             is_other = shipped and saved not in {base.__name__ for base in algorithm.__mro__}
             if is_other or has_unknown or not issubclass(algorithm, cls):

@@ -30,8 +30,7 @@ _WITHOUT_EFFECT = (
 class BehaviourCloning(OnPolicyAlgorithm):
     """Minimize the mean of -log π(action | observation) over the steps of `RecordedEpisodes`.
 
-    The critic does not change; `CriticPretraining` can train it next, and then any algorithm, by `init_from`. The clock
-    counts recorded steps.
+    The critic does not change: train it next with `CriticPretraining` and `init_from`. The clock counts recorded steps.
 
     Args:
         num_epochs: Passes over each rollout of recorded steps.

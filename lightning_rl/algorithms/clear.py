@@ -29,12 +29,10 @@ class CLEAR(IMPALA):
 
         policy_cloning_coef · KL(old policy ‖ policy) + value_cloning_coef · (V - old V)²      (section 3)
 
-    The old policy and value are the learner's just before the unroll was first learned from. Means are over all steps,
-    new and replayed.
+    The old policy and value are the learner's before its first update from the unroll. Means are over all steps.
 
     Args:
-        replay_ratio: Number of replayed unrolls per new unroll, drawn uniformly with replacement from earlier rollouts;
-            rounded, at least 1 in all.
+        replay_ratio: Replayed unrolls per new unroll, rounded, at least 1 in all; drawn uniformly with replacement.
         replay_memory_gib: Maximum memory of stored unrolls, in GiB on each rank.
         replay_policy: Which unrolls leave a full memory: `reservoir`: random ones, so that every unroll ever seen is
             equally likely to be stored; `fifo`: the oldest.

@@ -59,19 +59,17 @@ class ReturnEstimator(AdvantageEstimator):
 class CriticPretraining(OnPolicyAlgorithm):
     """Learn the value of a policy that does not change, usually one loaded by `init_from`.
 
-    Any algorithm can start from its checkpoint by `init_from`. The policy must have parameters of the critic alone,
-    unless `trains` is `network`.
+    Any algorithm can start from the resulting checkpoint by `init_from`.
 
     Args:
-        target: `discounted_return`: discounted rewards to the end of the episode or rollout plus the value of the
-            observation reached there, without off-policy correction. `vtrace`: V-trace targets, which correct for
-            another acting policy.
+        target: `discounted_return`: discounted rewards to the end of the episode or rollout plus the value of the last
+            observation, without off-policy correction. `vtrace`: V-trace targets, corrected for the acting policy.
         vtrace_lambda: λ of V-trace, 0 to 1. May be a schedule.
-        trains: `critic` trains the critic's own parameters, so that actions do not change. `network` trains all
-            parameters of the value, also an encoder that actor and critic share, which changes the policy.
-        replay_ratio: Number of replayed unrolls per new unroll, as in `CLEAR`. Only `vtrace` corrects for the policy
-            that collected them. 0 disables replay.
-        replay_memory_gib: Maximum memory of stored unrolls, in GiB on each rank; a full memory drops random ones.
+        trains: `critic` trains parameters of the critic alone, at least one; the policy does not change. `network` also
+            trains an encoder that actor and critic share, which changes the policy.
+        replay_ratio: Number of replayed unrolls per new unroll, as in `CLEAR`. Only `vtrace` corrects for the policies
+            that collected these unrolls. 0 disables replay.
+        replay_memory_gib: Maximum memory of stored unrolls, in GiB on each rank; a full memory drops random unrolls.
         num_epochs: Passes over each rollout.
         num_minibatches: Minibatches of each pass.
         reduction: Take the `mean` of losses over steps, or their `sum`.

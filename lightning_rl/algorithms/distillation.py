@@ -23,18 +23,16 @@ from lightning_rl.validation import check
 class Distillation(PPO):
     """PPO of a student that also imitates a teacher on the observations that the student visits.
 
-    The student acts, and the teacher labels (DAgger, Ross et al. 2011). The loss of `PPO`, with its policy loss and
-    entropy bonus times `rl_coef`, plus
+    The student acts, and the teacher computes its action distribution for each observation (DAgger, Ross et al. 2011):
 
-        distillation_coef · mean KL(teacher ‖ student)
+        rl_coef · (policy loss - entropy_coef · entropy) + value_coef · value loss
+        + distillation_coef · mean KL(teacher ‖ student)
 
-    With schedules of both coefficients, one run begins with distillation and continues with PPO. The critic learns the
-    values of the student from the first rollout on. `policy.critic_only` names the parts of an observation that the
-    teacher sees and the student does not.
+    `policy.critic_only` names the parts of an observation that the student's actor does not see. The teacher and the
+    student's critic see these parts.
 
     Args:
-        teacher: Path of the checkpoint of the teacher: any algorithm with the same spaces, without memory. The file is
-            read for training only.
+        teacher: Path of the teacher's checkpoint: any algorithm with equal spaces, without memory; for training only.
         distillation_coef: Weight of the divergence. May be a schedule.
         rl_coef: Weight of PPO's policy loss and entropy bonus. May be a schedule.
         **kwargs: Options of `PPO`.
@@ -57,7 +55,7 @@ class Distillation(PPO):
 
     @cached_property
     def teacher(self) -> ActorCritic:
-        """The policy of the teacher; no part of the parameters.
+        """The policy of the teacher; its parameters are not parameters of the algorithm.
 
         A file that is no checkpoint of this package, or a policy that does not fit, raises a `ConfigurationError`.
         """
@@ -67,10 +65,10 @@ class Distillation(PPO):
         loaded = getattr(algorithms, name, OnPolicyAlgorithm).load_from_checkpoint(path, map_location="cpu")
         for space in ("observation_space", "action_space"):
             found, expected = getattr(loaded, space), getattr(self, space)
-            check(found == expected, f"{teacher}: {space}", found, f"{expected}, as the student")
+            check(found == expected, f"{teacher}: {space}", found, f"{expected}, as in the student")
         option = "policy.action_distribution"
         found, expected = loaded.options[option], self.options[option]
-        check(found == expected, f"{teacher}: {option}", found, f"{expected!r}, as the student")
+        check(found == expected, f"{teacher}: {option}", found, f"{expected!r}, as in the student")
         check(loaded.policy.memory is None, f"{teacher}: policy.memory", loaded.policy.memory, "None")
         return loaded.policy.requires_grad_(False)
 

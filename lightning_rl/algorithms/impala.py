@@ -35,8 +35,7 @@ class IMPALA(OnPolicyAlgorithm):
 
     Args:
         vtrace_lambda: λ of the trace coefficients, 0 to 1. May be a schedule.
-        clip_rho: ρ̄, maximum importance ratio in temporal differences; determines the policy whose values are learned.
-            None does not clip.
+        clip_rho: ρ̄, maximum importance ratio in temporal differences; determines the values learned. None: no limit.
         clip_c: c̄, maximum importance ratio in traces; affects only the speed of learning. None does not clip.
         clip_pg_rho: Maximum importance ratio in advantages. None does not clip.
         vtrace_leak: Weight of the unclipped ratio: 0 is V-trace, above 0 leaky V-trace (Zahavy et al. 2020).

@@ -82,13 +82,11 @@ class PPG(PPO):
     Args:
         num_policy_iterations: N_π, rollouts of a policy phase.
         num_aux_epochs: E_aux, passes of an auxiliary phase over all of its rollouts.
-        num_aux_minibatches: Minibatches of each of these passes. None takes as many as all rollouts of the policy phase
-            have in a pass.
+        num_aux_minibatches: Minibatches of each of these passes. None: `num_minibatches * num_policy_iterations`.
         aux_sequences: Cut these minibatches from whole sequences, the steps of one environment in one rollout.
         cloning_coef: β_clone, weight of the divergence from the policy before the auxiliary phase.
         aux_value_coef: Weight of the true value's loss in the auxiliary phase.
-        aux_clip_range_value: Clip the change of both values since the rollout to ± this in the auxiliary phase. None
-            does not clip.
+        aux_clip_range_value: Clip the change of both values in the auxiliary phase to ± this. None does not clip.
         aux_learning_rate_scale: Factor of the learning rate in the auxiliary phase.
         separate_aux_optimizer: Use a second optimizer of the same class, with its own moments, in the auxiliary phase.
         aux_memory_gib: Maximum memory for the rollouts of a phase, in GiB on each rank.

@@ -22,7 +22,7 @@ from lightning_rl.validation import check, check_keywords, check_number, check_p
 
 @dataclass(frozen=True)
 class CurriculumStage:
-    """One stage of a curriculum. With both ends, the stage ends at whichever comes first; the last stage has none.
+    """One stage of a curriculum, which ends when either limit is reached; the last stage has no limit.
 
     Args:
         attributes: Values of attributes of the environment or of a wrapper, the same names in all stages.
@@ -46,7 +46,7 @@ class CurriculumStage:
             check_positive_int(f"{name}.until_env_steps", self.until_env_steps)
 
 
-# The command line takes the fields of the class only.
+# The command line accepts a stage only as a dict of the fields of `CurriculumStage`.
 if TYPE_CHECKING:
     Stages = Sequence[CurriculumStage | Mapping[str, Any]]
 else:
@@ -57,8 +57,8 @@ class Curriculum(Callback):
     """Change attributes or reset options of the training environments from stage to stage.
 
     With the backends `sync` and `async`, an environment changes at the start of its next episode; with `native` and
-    `torch`, all change at once. Evaluation environments do not change. Logged after each rollout, for the stage of the
-    next rollout: `curriculum/stage`, counted from 0, and `curriculum/<attribute>` for numbers. A resumed run continues
+    `torch`, all change at once. Evaluation environments do not change. Each rollout logs the stage of the next one as
+    `curriculum/stage`, counted from 0, and its numeric attributes as `curriculum/<attribute>`. A resumed run continues
     in its stage. An invalid stage raises a `ConfigurationError`.
 
     Args:

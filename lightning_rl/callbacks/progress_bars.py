@@ -96,7 +96,7 @@ def in_notebook() -> bool:
 
 
 class NotebookLine:
-    """A text stream for tqdm in notebooks, which would save every line after a carriage return as an output."""
+    """A text stream for tqdm in a notebook: the notebook would save each refresh of a progress bar as an output."""
 
     encoding = "utf-8"  # tqdm draws bars in ASCII without it
     _handle: Any = None

@@ -42,7 +42,7 @@ class FailedUpdate:
     def __init__(self, content: Mapping[str, Any]) -> None:
         algorithm = import_class("algorithm", content["algorithm"], LightningModule)
         self.module: Any = algorithm(**constructor_options(algorithm, content["hyper_parameters"]))
-        # The Trainer provides the precision; it fits nothing. On a CPU it would replace 16-mixed by bf16-mixed.
+        # The Trainer only provides the precision, without `fit`. On a CPU it would replace 16-mixed by bf16-mixed.
         half = content["precision"] == "16-mixed"
         chosen = {"plugins": MixedPrecision("16-mixed", "cpu")} if half else {"precision": content["precision"]}
         self._trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True, **chosen)

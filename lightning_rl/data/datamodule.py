@@ -386,8 +386,8 @@ class RolloutDataModule(LightningDataModule):
             reset_options: `options` of `reset` (`sync` and `async` only).
 
         Raises:
-            ConfigurationError: An environment lacks an attribute, or the backend takes no reset options. Before the
-                first rollout, that rollout raises it.
+            ConfigurationError: An environment lacks an attribute, or the backend takes no reset options. A call
+                before the first rollout does not raise, but the first rollout does.
         """
         self._sampler.set_env_settings((dict(attributes), dict(reset_options or {})))
         if self._source is not None:

@@ -67,9 +67,9 @@ def recorded(env: Any, tracker: EpisodeTracker) -> list[dict[str, Any]]:  # noqa
 
 
 def restore(env: Any, tracker: EpisodeTracker, states: list[dict[str, Any]]) -> tuple[Array, Nested]:  # noqa: ANN401
-    """Restore environments from their records; return which ones exactly, `[B]`, and the observations, `[B, ...]`.
+    """Restore environments from their records; return which are exact, `[B]`, and the observations, `[B, ...]`.
 
-    The other environments have begun new episodes.
+    Environments that are not exact have begun new episodes.
     """
     records = [to_arrays(state) for state in states]
     tracker.streams = [record["stream_seed"] for record in records]
@@ -114,7 +114,7 @@ def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
 def set_vector_attributes(env: VectorEnv[Any, Any, Any], settings: EnvSettings) -> None:
     """Set attributes of the outermost wrapper that has them, or of the vector environment itself."""
     attributes, reset_options = settings
-    check(not reset_options, "reset_options", reset_options, "none: vector environments reset their parts themselves")
+    check(not reset_options, "reset_options", reset_options, "none with backend native or torch")
     for name, value in attributes.items():
         owner: Any = env
         while isinstance(owner, VectorWrapper) and not hasattr(owner, name):

@@ -132,7 +132,7 @@ def batch_infos(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Combine the `info` dicts of `B` environments like Gymnasium's vector environments.
 
     Each key has an array `[B, ...]`, or a dict of such arrays if the values are dicts; under `_<key>` a boolean array
-    `[B]` says which environments have the key.
+    `[B]` marks the environments that have the key.
     """
     batched: dict[str, Any] = {}
     for key in dict.fromkeys(key for info in infos for key in info):

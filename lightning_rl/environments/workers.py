@@ -406,8 +406,7 @@ def _serve(env: gymnasium.Env[Any, Any], index: int, pipe: Any, shared: Any, mod
 def live_with_parent() -> None:
     """In a worker process: ignore signals that are meant for the parent, and exit when the parent ends.
 
-    Python ends daemon processes if the parent exits, but not if it is killed; a busy worker does not notice a closed
-    pipe.
+    Python does not end daemon processes of a killed parent, and a busy worker does not notice a closed pipe.
     """
     if (parent := multiprocessing.parent_process()) is None:
         return

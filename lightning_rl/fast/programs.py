@@ -128,8 +128,7 @@ class StepProgram:
     """Computes loss, gradient, clipping and the steps of `FlatAdam` for a minibatch in one program.
 
     `optimizers` has the vectors of each optimizer; together they hold all parameters of the gradient. `norm_names` are
-    the names of the optimizers' gradient norms; `max_norm` and `max_value` are as in `OptimizerConfig`. `result` is the
-    result of the last call.
+    the names of the optimizers' gradient norms; `max_norm` and `max_value` are as in `OptimizerConfig`.
     """
 
     result: StepResult

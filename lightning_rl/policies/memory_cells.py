@@ -1,4 +1,4 @@
-"""Further recurrent cores: minGRU (Feng et al. 2024) and GTrXL (Parisotto et al. 2020)."""
+"""The recurrent cores `mingru` (Feng et al. 2024) and `gtrxl` (Parisotto et al. 2020)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_rl.rollouts.sequences import Segments
 
 
 class MinGRU(nn.Module):
-    """Stacked minimal GRUs, whose gates see the input alone (section 3.1.3 of Feng et al. 2024).
+    """Stacked minimal GRUs, whose gates depend on the input only (section 3.1.3 of Feng et al. 2024).
 
     h[t] = (1 - z) · h[t - 1] + z · (W x), with z = sigmoid(V x)
     """
@@ -39,7 +39,7 @@ class MinGRU(nn.Module):
 
 
 class GRUGate(nn.Module):
-    """Gate between a residual stream x and the output y of a layer; at first it mostly returns x (section 3.2)."""
+    """Gate between a residual stream x and the output y of a layer, initially close to x (section 3.2)."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class GatedAttention(nn.Module):
         self.feed_forward = nn.Linear(size, size)
 
     def forward(self, x: Tensor, past: Tensor, is_filled: Tensor) -> Tensor:
-        """Return outputs `[..., size]` for inputs of a step and of the earlier ones, `[..., L, size]`, oldest first."""
+        """Return outputs `[..., size]` of a step from its input and `past` inputs, `[..., L, size]`, oldest first."""
         rows = self.norms[0](torch.cat([past, x.unsqueeze(-2)], -2))
         query = self.query(rows[..., -1, :]).unflatten(-1, (self.num_heads, -1))
         keys, values = self.key_value(rows).unflatten(-1, (2, self.num_heads, -1)).unbind(-3)
@@ -86,8 +86,8 @@ class GatedAttention(nn.Module):
 class GTrXL(nn.Module):
     """Gated transformer over the current and the last `context_length` steps of the episode.
 
-    The state has the inputs of each layer at these steps, and whether there was such a step. Gradients flow through all
-    steps of a sequence, but not into the state before it.
+    The state contains the inputs of each layer at the last steps, and flags of the steps that exist. Gradients flow
+    through all steps of a sequence, but not into the state before the sequence.
     """
 
     def __init__(self, in_features: int, options: MemoryOptions) -> None:

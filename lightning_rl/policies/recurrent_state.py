@@ -60,8 +60,7 @@ class RecurrentState:
     ) -> None:
         """Continue with the state `[B, ...]` that the policy returned for step `t`.
 
-        `truncated` environments bootstrap from a final observation. The episodes of `failed` ones ended one step
-        earlier.
+        `truncated` environments bootstrap from a final observation. Episodes of `failed` ones ended a step earlier.
         """
         self.store(t, truncated, state)
         # An episode that had ended anyway keeps the state that was stored then.

@@ -1,4 +1,4 @@
-"""Policies whose parameters are sharded over ranks (FSDP2), and their whole copies that act."""
+"""Policies whose parameters are sharded over ranks (FSDP2), and unsharded copies of these policies that act."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FORWARD = ("act", "log_prob", "value", "forward_auxiliary")
 
 
 def shard(policy: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Shard the parameters of a policy over the ranks of a mesh, in place, and return a whole copy for acting."""
+    """Shard the parameters of a policy over the ranks of a mesh, in place, and return an unsharded copy for acting."""
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     whole_policy = copy.deepcopy(policy)
@@ -45,14 +45,14 @@ def _tensors(x: Any) -> Iterator[Tensor]:  # noqa: ANN401 - the output of a poli
 
 
 def reshard(policy: nn.Module) -> None:
-    """Drop gathered parameters, which a change of the shards would not change."""
+    """Drop the gathered parameters: after a change of the shards they would be outdated."""
     if hasattr(policy, "reshard"):
         cast(Any, policy).reshard()
 
 
 @torch.no_grad()
 def copy_whole(policy: nn.Module, target: nn.Module) -> None:
-    """Copy parameters and buffers of a sharded policy to its whole copy; a collective call."""
+    """Copy parameters and buffers of a sharded policy to its unsharded copy; a collective call."""
     first = next(policy.parameters())
     target.to(first.device, first.dtype)
     sources = (*policy.parameters(), *policy.buffers())
@@ -66,10 +66,7 @@ def is_sharded(x: Tensor) -> bool:
 
 
 def whole(x: Tensor) -> Tensor:
-    """Return the whole tensor of a shard, a collective call; other tensors unchanged.
-
-    The gradient of the shard is the mean of the gradients of all ranks.
-    """
+    """Return the whole tensor of a shard, a collective call that averages gradients; other tensors unchanged."""
     if not is_sharded(x):
         return x
     from torch.distributed.tensor import Partial

@@ -56,8 +56,7 @@ def estimate(
 ) -> Estimates:
     """Complete the log-probabilities and values, `[T, B]`, that the policy returned while acting; None is computed.
 
-    `observations` are `[T + 1, B, ...]`; `last_memory` is the recurrent state before the last of them. A terminal state
-    has the value 0.
+    `observations` are `[T + 1, B, ...]`; `last_memory` is the state before the last one. Terminal states have value 0.
     """
     if log_probs is None:
         acted = map_leaves(itemgetter(slice(0, -1)), observations)

@@ -53,8 +53,7 @@ class Rollout:
         starts: Whether an observation is the first of an episode, `[T, B]`, on the CPU; None if unknown.
         memory: Recurrent states from which the `K` sequences of each environment are unrolled, `[K, B, ...]`.
         burn_in: Number of steps from the states in `memory` to their sequences; fewer at the start of the rollout.
-        repeats: Number of times that the environment took each action, `[T, B]`, if the policy chooses it and each
-            repeat discounts; otherwise None.
+        repeats: Repeats of each action, `[T, B]`, if the policy chooses it and each repeat discounts; or None.
         weights: Weight of each step in losses, `[T, B]`, see `OnPolicyAlgorithm.step_weights`; None: equal weights.
         policy_version: Number of updates of the policy that acted.
         episodes: Returns and lengths of the episodes that ended in this rollout.

@@ -14,7 +14,7 @@ RESAMPLES = 2000
 
 
 def performance_profile(scores: Array, thresholds: Array) -> Array:
-    """Return the share of all runs with a score above each of the thresholds `[K]`, `[K]` (section 4.2)."""
+    """Return the share of runs, `[K]`, with a score above each of the `thresholds`, `[K]` (section 4.2)."""
     return np.asarray((scores[..., None] > thresholds).mean((0, 1)))
 
 
@@ -39,7 +39,7 @@ def interval(
 ) -> tuple[Array, Array]:
     """Return the percentile bootstrap interval of a statistic of one or more algorithms' scores, `[N, M]` each.
 
-    The bootstrap is stratified: in each environment, runs are drawn with replacement. The draws are always the same.
+    The bootstrap is stratified: in each environment, runs are drawn with replacement. The seed is fixed.
     """
     check(0 < confidence < 1, "confidence", confidence, "a number between 0 and 1")
     random = np.random.RandomState(0)  # rliable draws with this generator

@@ -154,10 +154,9 @@ def _name(log: Log, logs: Sequence[Log]) -> str:
 def summarize(runs: Sequence[Series], statistic: Statistic = "iqm", confidence: float = 0.95) -> Summary:
     """Return the mean or interquartile mean over runs, one per seed, at each step, with a bootstrap interval.
 
-    Runs with different steps are interpolated; the curve has the steps that all runs cover. Without any, a
-    `ConfigurationError` is raised. `iqm` leaves out the lowest and the highest quarter of the runs at each step
-    (Agarwal et al. 2021); with fewer than four runs it is the mean. `confidence` is the level of the percentile
-    bootstrap interval.
+    Runs with different steps are interpolated over the steps that all runs cover; runs without common steps raise a
+    `ConfigurationError`. `iqm` excludes the lowest and the highest quarter of the runs at each step (Agarwal et al.
+    2021); with fewer than four runs it is the mean. `confidence` is the level of the percentile bootstrap interval.
     """
     check(statistic in ("iqm", "mean"), "statistic", statistic, "iqm or mean")
     check(0 < confidence < 1, "confidence", confidence, "a number between 0 and 1")

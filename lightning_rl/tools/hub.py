@@ -47,9 +47,8 @@ def make_hub_folder(
 ) -> Path:
     """Write the files of a repository (`FILES`) into a new or empty folder and return it; nothing is uploaded.
 
-    `score` belongs to `env_id`. `config` is the configuration of the run, by default the one in its folder, and
-    `repo_id` the name in the model card. A folder with files, or a file that is no checkpoint of this package, raises a
-    `ConfigurationError`.
+    `score` belongs to `env_id`. `config` is by default the configuration in the folder of the run, and `repo_id` is the
+    name in the model card. A folder with files, or an invalid checkpoint, raises a `ConfigurationError`.
     """
     hub = _huggingface_hub()
     folder = Path(folder)

@@ -67,9 +67,8 @@ def draw(
 
     A line is the statistic over the seeds of a curve, and a band its bootstrap interval at level `confidence`
     (`lightning_rl.tools.curves.summarize`). Up to ten single seeds are thin lines. `columns` panels are side by side.
-    `shared_legend` draws one legend for all panels, which then have the same curves; otherwise each panel has a legend
-    with numbers of seeds. Without Matplotlib, or if the seeds of a curve have no steps in common, a
-    `ConfigurationError` is raised.
+    `shared_legend` draws one legend for all panels, which must have the same curves, instead of one legend per panel.
+    A missing Matplotlib, or seeds of a curve without common steps, raise a `ConfigurationError`.
     """
     check_positive_int("columns", columns)
 
@@ -240,7 +239,7 @@ def draw_runs(
     """
     paths, metrics = _files(out), as_list(metric)  # before logs are read, which takes a while
     files = ", ".join(map(relative, paths))
-    check(kind == "curves" or len(metrics) == 1, "metric", metrics, f"a single one with kind={kind}")
+    check(kind == "curves" or len(metrics) == 1, "metric", metrics, f"one metric with kind={kind}")
     experiments = _experiments(runs)
     for warning in _warnings(experiments):
         print(f"WARNING: {warning}", file=sys.stderr)

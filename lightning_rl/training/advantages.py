@@ -24,8 +24,7 @@ from lightning_rl.validation import check
 class AdvantageEstimator:
     """Computes advantages and returns by generalized advantage estimation (Schulman et al. 2016).
 
-    `gae_lambda` is λ: 0 gives one-step advantages, 1 Monte Carlo advantages. See `AdvantageConfig` for the options;
-    `estimator` is stored as `kind`.
+    `gae_lambda` is λ: 0 gives one-step, 1 Monte Carlo advantages. See `AdvantageConfig`, whose `estimator` is `kind`.
     """
 
     def __init__(

@@ -216,14 +216,14 @@ def check_strategy(strategy: str | Strategy) -> None:
             f"strategy={value!r} is not supported: Lightning runs FSDP1 and DeepSpeed on CUDA GPUs only, so they were "
             f"never tested; expected 'ddp', or to shard over two devices {_MODEL_PARALLEL}"
         )
-    # Private in Lightning 2.6; nothing public has this argument.
+    # Private in Lightning 2.6; no public attribute has this argument.
     folder = isinstance(strategy, ModelParallelStrategy) and strategy._save_distributed_checkpoint
     expected = f"False, since a checkpoint is a single file: {_MODEL_PARALLEL}"
     check(not folder, "save_distributed_checkpoint", True, expected)
 
 
 def training_device(trainer: Trainer) -> torch.device:
-    """Return the device of a Trainer; strategies for several XLA devices know theirs only on the ranks."""
+    """Return the device of a Trainer; strategies for several XLA devices set their device only on the ranks."""
     strategy = trainer.strategy
     return torch.device("xla") if isinstance(strategy, XLAStrategy) else strategy.root_device
 

@@ -16,7 +16,7 @@ def compile_policy_and_loss(model: LightningModule, policy: nn.Module) -> None:
     Lightning compiles whole steps. A training step of this package contains optimizers, loggers and NumPy, which the
     compiler cannot trace. A policy with memory is not compiled: its shapes change with every rollout.
     """
-    context = model._compiler_ctx  # private in Lightning 2.6; nothing public has the options of torch.compile
+    context = model._compiler_ctx  # private in Lightning 2.6; no public attribute has these options
     if context is None:
         return
     for name in _STEPS:

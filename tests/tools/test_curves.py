@@ -256,7 +256,7 @@ def test_plot_command_draws_profiles_and_probabilities_of_improvement(in_tmp_pat
     [
         (["nowhere"], "'nowhere' has no log"),
         (["run", "--kind=improvement"], "runs=['PPO'] is not valid: expected runs of at least two algorithms"),
-        (["run", "--kind=profiles", "--metric=[a, b]"], "metric=['a', 'b'] is not valid: expected a single one"),
+        (["run", "--kind=profiles", "--metric=[a, b]"], "metric=['a', 'b'] is not valid: expected one metric"),
         (["run", "--metric=val/return"], "metric='val/return' is in no log: expected one of rollout/episode_return"),
         (["run", "--confidence=2"], "confidence=2.0 is not valid"),
         (["run", "--columns=0"], "columns=0 is not valid"),

@@ -99,8 +99,7 @@ class RolloutMemory(Replay):
     def cut(self) -> tuple[Tensor, Sequences]:
         """Cut the rollouts into the sequences of a recurrent policy, or else into one for each environment.
 
-        Return addresses of the real steps in the order of sequences, and the sequences, whose `burn_in_observations`
-        are addresses too.
+        Return addresses of the real steps in the order of sequences, and sequences with addresses for burn-in.
         """
         length, num_envs = self.shape
         first_steps = torch.arange(len(self)).unsqueeze(1) * length * num_envs + torch.arange(num_envs)

@@ -33,8 +33,7 @@ class _Kept(NamedTuple):
 class UnrollMemory(Replay):
     """Unrolls of single environments from earlier rollouts, up to `max_bytes` for all tensors.
 
-    The `policy` `fifo` drops the oldest unrolls; with `reservoir` each unroll ever appended is kept with the same
-    probability.
+    The `policy` `fifo` drops the oldest unrolls; `reservoir` keeps each appended unroll with equal probability.
     """
 
     def __init__(self, max_bytes: int, policy: ReplayPolicy = "reservoir") -> None:
