@@ -40,8 +40,8 @@ intervals of the mean. The row at the top is the interquartile mean over all see
 bootstrap interval.
 
 Each row of the table compares scores of the same kind. A published maximum over training is compared with the best
-evaluation of each run, published training returns with the last {LAST} logged training returns, and other published scores
-with the final policy over 100 episodes ("as before": the score in the column before). In the last column:
+evaluation of each run, published training returns with the last {LAST} logged training returns, and other published
+scores with the final policy over 100 episodes ("as before": the score in the column before). In the last column:
 
 * **beats**: the lower bound of the interval is at or above the published mean
 * **matches**: the interval contains the published mean, and the mean here is at least 90 % of the published mean

@@ -83,7 +83,7 @@ class PPO(OnPolicyAlgorithm):
         else:
             check_positive_int("minibatch_size", minibatch_size)
             default = defaults_of(type(self))["num_minibatches"]
-            expected = f"None beside minibatch_size={minibatch_size}"
+            expected = f"None with minibatch_size={minibatch_size}"
             check(num_minibatches in (None, default), "num_minibatches", num_minibatches, expected)
         self.estimator.gae_lambda = self.scheduled(
             "gae_lambda", gae_lambda, at_least=0, at_most=1, owner=self.estimator

@@ -119,7 +119,7 @@ class EnvStepValidation(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             epochs = trainer.check_val_every_n_epoch
-            check(epochs in (None, 1), "check_val_every_n_epoch", epochs, "1 or None beside EnvStepValidation")
+            check(epochs in (None, 1), "check_val_every_n_epoch", epochs, "1 or None with EnvStepValidation")
             # With 1.0, Lightning's callbacks would wait for the end of an epoch instead of a validation.
             self._replaced, trainer.val_check_interval = trainer.val_check_interval, 0.5
 

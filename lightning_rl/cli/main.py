@@ -272,7 +272,7 @@ def _end_of(trainer: Trainer, max_time: object) -> str:
     ends: dict[str, Any] = {"environment steps": min(limits, default=-1), "epochs": trainer.max_epochs}
     ends |= {"optimizer steps": trainer.max_steps, "of max_time": max_time}
     text = " or ".join(f"{end} {unit}" for unit, end in ends.items() if end not in (None, -1))
-    return f"until {text}" if text else "without an end; stop it with Ctrl-C, or set --max_env_steps"
+    return f"until {text}" if text else "without a limit; stop it with Ctrl-C, or set --max_env_steps"
 
 
 def link_spaces(parser: LightningArgumentParser) -> None:

@@ -447,14 +447,14 @@ class RolloutDataModule(LightningDataModule):
         if (share := self._env_seconds / elapsed) > 0.5:
             rank_zero_info(
                 f"environments take {share:.0%} of the time (time/env_seconds), with backend={self.spec.backend!r} and "
-                f"num_envs={self.num_envs}; to try: {'; '.join(self._faster_settings())}"
+                f"num_envs={self.num_envs}; try {'; '.join(self._faster_settings())}"
             )
 
     def _faster_settings(self) -> Iterator[str]:
         backend, cores = self.spec.backend, os.cpu_count() or 1
         if backend in ("sync", "async"):
             if getattr(find_spec(self.spec.env_id), "vector_entry_point", None) is not None:
-                yield "backend='native', which this environment has"
+                yield "backend='native', which this environment supports"
             yield "backend='envpool', if EnvPool has this environment"
         if backend == "sync" and cores > 1:
             yield f"backend='async', a process for each environment, on {cores} cores"

@@ -135,7 +135,7 @@ class EnvConfig:
         check_positive_int("env.action_repeat", self.action_repeat)
         repeats = learned_repeat(self.learned_action_repeat) is not None or self.action_repeat > 1
         known = is_one_of(self.frame_count, ("simulated", "nominal") if repeats else ("simulated",))
-        expected = "simulated, or nominal beside env.action_repeat or env.learned_action_repeat"
+        expected = "simulated, or nominal with env.action_repeat or env.learned_action_repeat"
         check(known, "env.frame_count", self.frame_count, expected)
         for name, off, cannot in (
             ("on_failure", "raise", "replaced"),

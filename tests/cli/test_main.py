@@ -518,7 +518,7 @@ def test_validate_test_and_predict_play_the_policy_of_a_checkpoint(capsys):
         (["--max_env_steps=32"], "until 32 environment steps", [32], -1),
         (["--trainer.max_epochs=2"], "until 2 epochs", [], 2),
         (["--trainer.max_time=00:00:01:00"], "until 00:00:01:00 of max_time", [], -1),
-        (["--trainer.max_epochs=-1"], "without an end; stop it with Ctrl-C, or set --max_env_steps", [], -1),
+        (["--trainer.max_epochs=-1"], "without a limit; stop it with Ctrl-C, or set --max_env_steps", [], -1),
     ],
     ids=["default", "steps", "epochs", "time", "endless"],
 )

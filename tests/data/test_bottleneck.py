@@ -35,7 +35,7 @@ def test_hint_comes_once_after_a_minute_and_names_other_backends(hints):
     assert found[6].startswith(
         "environments take 70% of the time (time/env_seconds), with backend='sync' and num_envs=8"
     )
-    assert "backend='native', which this environment has" in found[6]
+    assert "backend='native', which this environment supports" in found[6]
     assert "backend='async', a process for each environment, on 4 cores" in found[6]
 
 

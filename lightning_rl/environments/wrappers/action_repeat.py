@@ -140,7 +140,7 @@ def learned_repeat(option: int | Mapping[str, Any] | None) -> LearnedRepeat | No
     name, given = "env.learned_action_repeat", option if isinstance(option, Mapping) else {"max": option}
     known = {*given} <= {"max", "gamma", "discount"}
     fits = "max" in given and known and is_int(given["max"]) and given["max"] > 1
-    check(fits, name, option, "an integer above 1, or a dict with such an integer as max, a gamma and a discount")
+    check(fits, name, option, "an integer above 1, or a dict with max (an integer above 1), gamma and discount")
     check_positive_int(f"{name}: max", given["max"])
     gamma, discount = given.get("gamma", 1.0), given.get("discount", "per_repeat")
     check_number(f"{name}: gamma", gamma, above=0, at_most=1)
