@@ -275,7 +275,7 @@ def test_policy_learns_to_repeat_actions(algorithm):
             {"env": {"learned_action_repeat": {"max": 2, "discount": "step"}}},
             "discount='step' .* per_repeat or per_step",
         ),
-        ({"env": {"frame_count": "nominal"}}, "env.frame_count='nominal' .* beside env.action_repeat"),
+        ({"env": {"frame_count": "nominal"}}, "env.frame_count='nominal' .* with env.action_repeat"),
         ({"env": {"frame_count": "all", "action_repeat": 2}}, "env.frame_count='all' "),
         (
             {"env": {"learned_action_repeat": 2}, "backend": "native"},
