@@ -12,6 +12,7 @@ from lightning_rl.algorithms.ppg import PPG
 from lightning_rl.algorithms.ppg_off_policy import OffPolicyPPG
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.algorithms.ppo_kl import PPOKLPenalty
+from lightning_rl.algorithms.rnd import RND
 from lightning_rl.algorithms.tf_agents_ppo import TFAgentsPPO
 from lightning_rl.algorithms.vmpo import VMPO
 
@@ -21,6 +22,7 @@ __all__ = [
     "IMPALA",
     "PPG",
     "PPO",
+    "RND",
     "VMPO",
     "BehaviourCloning",
     "CriticPretraining",

@@ -17,6 +17,7 @@ from lightning_rl import (
     IMPALA,
     PPG,
     PPO,
+    RND,
     VMPO,
     CriticPretraining,
     EnvStepLimit,
@@ -98,6 +99,15 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "native": ({"env_id": "CartPole-v1", "backend": "native"}, {}),
     "a2c": ({"env_id": "CartPole-v1"}, {"algorithm": A2C, "advantages": {"normalize": "rollout"}}),
     "vmpo": ({"env_id": "CartPole-v1"}, {"algorithm": VMPO, "num_minibatches": 2, "learning_rate": 1e-2}),
+    "rnd": ({"env_id": "CartPole-v1"}, {"algorithm": RND}),
+    "rnd_memory": (
+        {"env_id": "CartPole-v1"},
+        {
+            "algorithm": RND,
+            "policy": {"memory": {"kind": "gru", "hidden_size": 6, "sequence_length": 8}},
+            "num_minibatches": 3,
+        },
+    ),
     # Stopped after three rollouts at the end of a phase, after four in the next one.
     "ppg": (
         {"env_id": "CartPole-v1"},
