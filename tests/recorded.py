@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from lightning_rl import IMPALA, PPG, PPO, VMPO, PPOKLPenalty, Rollout, fast
+from lightning_rl import IMPALA, PPG, PPO, RND, VMPO, PPOKLPenalty, Rollout, fast
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.nested import map_leaves, map_stacked
@@ -76,6 +76,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "compiled": {"debug": {"fast_paths": "compiled"}, "learning_rate": 5e-3, "entropy_coef": 0.01},
     "better_half": {"learning_rate": 1e-3},
     "weighted_half": {"learning_rate": 1e-3},
+    "intrinsic": {"predictor_fraction": 1.0, "learning_rate": 1e-3},
     "penalties": {
         "kl_cutoff_coef": 100.0,
         "adaptive_kl_target": 1e-4,
@@ -112,6 +113,7 @@ def fixed_model(option: str = "minibatch", precision: str = "64-true", alone: bo
     classes: dict[str, tuple[type[Any], type[Any]]] = {
         "better_half": (VMPO, AloneVMPO),
         "weighted_half": (WeighingVMPO, AloneWeighingVMPO),
+        "intrinsic": (RND, AloneRND),
         "penalties": (Weighing, AloneWeighing),
     }
     cls = classes.get(option, (PPO, Alone))[alone]
@@ -177,6 +179,10 @@ def together(parts: list[Sequences]) -> Sequences:
 
 class Alone(UnionOfRanks, PPO):
     """PPO."""
+
+
+class AloneRND(UnionOfRanks, RND):
+    """PPO with intrinsic rewards."""
 
 
 class AloneWeighing(UnionOfRanks, Weighing):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_rl import IMPALA, PPO, VMPO
+from lightning_rl import IMPALA, PPO, RND, VMPO
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.policies.sharding import whole
 from tests.helpers import (
@@ -34,6 +34,7 @@ CASES: dict[str, tuple[type[OnPolicyAlgorithm], str, str, dict[str, Any]]] = {
     "parts": (PPO, CARTPOLE, "16-mixed", {"optimizer": {"num_value_epochs": 1}}),
     "rollback": (PPO, CARTPOLE, "32-true", ROLLBACK),
     "duals": (VMPO, CARTPOLE, "32-true", {}),
+    "intrinsic": (RND, CARTPOLE, "32-true", {"num_minibatches": 2}),
 }
 DDP = {"devices": 2, "strategy": "ddp"}
 

@@ -125,8 +125,8 @@ class RND(PPO):
 
     def update(self, rollout: Rollout) -> None:
         """Learn from a rollout as PPO does; the first rollout also gives the first statistics of observations."""
-        if self.policy_version == 0:
-            self.policy.novelty_normalizer.update(rollout.flatten().observations, all_reduce)
+        for policy in (self.policy, *self.acting_copies) if self.policy_version == 0 else ():
+            policy.novelty_normalizer.update(rollout.flatten().observations, all_reduce)  # type: ignore[union-attr, operator]
         super().update(rollout)
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
@@ -150,9 +150,10 @@ class RND(PPO):
         stream = copy.copy(rollout)
         stream.terminated, stream.truncated = torch.zeros_like(rollout.dones), rollout.dones
         stream.final_indices = rollout.final_indices[:0]  # the observation after an episode is the next one's first
-        stream = with_recomputed_values(self.policy.with_intrinsic_value(), stream)
+        policy: Any = self.acting_copies[0] if self.acting_copies else self.policy  # with whole parameters
+        stream = with_recomputed_values(policy.with_intrinsic_value(), stream)
         reached = map_leaves(itemgetter(slice(1, None)), rollout.observations)
-        novelty = in_chunks(lambda x: self.policy.novelty(map_leaves(lambda y: y.flatten(0, 1), x)), reached, lead=2)
+        novelty = in_chunks(lambda x: policy.novelty(map_leaves(lambda y: y.flatten(0, 1), x)), reached, lead=2)
         stream.rewards = novelty.view(rollout.shape).to(rollout.rewards.dtype)
         if rollout.valid is not None:  # a step before a reset reaches the observation after the reset
             for t in reversed(range(len(rollout.valid) - 1)):
