@@ -183,7 +183,7 @@ class CompiledLosses:
                 outline = capture(batch)
                 while (graph := cast(Graph, capture.graph)).gradient is None:
                     graph.understand(outline)
-                    graph.gradient = Gradient(graph, [*self._model.parameters()])
+                    graph.gradient = Gradient(graph, [x for x in self._model.parameters() if x.requires_grad])
                     outline = capture(batch)
                 if not graph.has_side_effects:
                     compute(graph)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_rl import PPO, fast
+from lightning_rl import PPO, RND, fast
 from lightning_rl.fast import compiled as module
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
@@ -45,10 +45,11 @@ def learn(
     rollouts: Any = range(3),
     trainer: dict[str, Any] | None = None,
     fast_paths: str = "compiled",
+    algorithm: type[PPO] = PPO,
     **options: Any,
 ) -> PPO:
     torch.manual_seed(0)
-    model = PPO(VECTOR, space, **merged(SMALL, {"debug": {"fast_paths": fast_paths}}, options))
+    model = algorithm(VECTOR, space, **merged(SMALL, {"debug": {"fast_paths": fast_paths}}, options))
     made = [random_rollout(model.policy, seed=seed) for seed in rollouts]
     make_trainer(**trainer or {}).fit(model, FixedRollouts(made, model))
     return model
@@ -113,6 +114,12 @@ def test_gradient_clipping_and_optimizer_options_equal_autograd(case, uncompiled
     assert_alike(model, other)
     if case == "divergence":
         assert model.trainer.global_step < 12
+
+
+def test_networks_with_frozen_parameters_are_compiled(uncompiled):
+    model, other = (learn(algorithm=RND, fast_paths=fast_paths) for fast_paths in ("compiled", "none"))
+    assert not model.steps.engine.losses.has_failed
+    assert_alike(model, other, 1e-5)
 
 
 def test_non_finite_updates_are_skipped(uncompiled):
