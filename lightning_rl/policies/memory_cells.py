@@ -70,15 +70,17 @@ class GatedAttention(nn.Module):
         self.distance_bias = nn.Parameter(torch.zeros(self.num_heads, context_length + 1))
         self.feed_forward = nn.Linear(size, size)
 
-    def forward(self, x: Tensor, past: Tensor, is_filled: Tensor) -> Tensor:
-        """Return outputs `[..., size]` of a step from its input and `past` inputs, `[..., L, size]`, oldest first."""
-        rows = self.norms[0](torch.cat([past, x.unsqueeze(-2)], -2))
-        query = self.query(rows[..., -1, :]).unflatten(-1, (self.num_heads, -1))
-        keys, values = self.key_value(rows).unflatten(-1, (2, self.num_heads, -1)).unbind(-3)
-        scores = torch.einsum("...hd,...lhd->...hl", query, keys) / math.sqrt(keys.shape[-1]) + self.distance_bias
-        visible = torch.cat([is_filled, torch.ones_like(is_filled[..., :1])], -1).unsqueeze(-2)
+    def forward(self, inputs: Tensor, is_filled: Tensor) -> Tensor:
+        """Return outputs `[B, T, size]` of the last T of the inputs `[B, L + T, size]`; each sees the L before it."""
+        length = self.distance_bias.shape[1]
+        rows, x = self.norms[0](inputs), inputs[:, length - 1 :]
+        query = self.query(rows[:, length - 1 :]).unflatten(-1, (self.num_heads, -1))
+        heads = (y.unflatten(-1, (self.num_heads, -1)) for y in self.key_value(rows).chunk(2, -1))
+        keys, values = (y.unfold(1, length, 1) for y in heads)  # windows `[B, T, heads, size / heads, L + 1]`
+        scores = torch.einsum("bthd,bthdl->bthl", query, keys) / math.sqrt(query.shape[-1]) + self.distance_bias
+        visible = is_filled.unfold(1, length, 1).unsqueeze(2)
         weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
-        attended = self.output(torch.einsum("...hl,...lhd->...hd", weights, values).flatten(-2))
+        attended = self.output(torch.einsum("bthl,bthdl->bthd", weights, values).flatten(-2))
         x = self.gates[0](x, attended.relu())
         return self.gates[1](x, self.feed_forward(self.norms[1](x)).relu())  # type: ignore[no-any-return]
 
@@ -101,16 +103,13 @@ class GTrXL(nn.Module):
 
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs `[T, B, hidden]` of T steps `[T, B, f]`, and the state `[B, layers, size]` after them."""
-        x, states = self.encode(x), []
+        x, states = self.encode(x).transpose(0, 1), []
         slots_of_layers = state.reshape(*state.shape[:2], self.context_length, -1)
         for layer, slots in zip(self.layers, slots_of_layers.unbind(1), strict=True):
-            now = torch.cat([x, torch.ones_like(x[..., :1])], -1)
-            slots = torch.cat([slots, now.transpose(0, 1)], 1)  # [B, L + T, hidden + 1]
+            slots = torch.cat([slots, torch.cat([x, torch.ones_like(x[..., :1])], -1)], 1)  # [B, L + T, hidden + 1]
             states.append(slots[:, -self.context_length :].flatten(1))
-            # The L slots before each step, `[T, B, L, hidden + 1]`.
-            before = torch.stack([slots[:, t : t + self.context_length] for t in range(len(x))])
-            x = layer(x, before[..., :-1], before[..., -1] > 0)
-        return x, torch.stack(states, 1)
+            x = layer(slots[..., :-1], slots[..., -1] > 0)
+        return x.transpose(0, 1), torch.stack(states, 1)
 
 
 class CellCore(RecurrentCore):
