@@ -37,10 +37,7 @@ _WIDTH = 256  # of the features that the predictor predicts
 
 
 class CuriousActorCritic(ActorCritic):
-    """An actor-critic with a head for intrinsic values, a fixed random target network and its predictor.
-
-    The names of target and predictor begin with `critic_`, since they belong to the critic's half of the loss.
-    """
+    """An actor-critic with a head for intrinsic values, a fixed random target network and its predictor."""
 
     def __init__(self, space: spaces.Space[Any], action_space: spaces.Space[Any], **options: Any) -> None:  # noqa: ANN401
         super().__init__(space, action_space, **options)
@@ -52,6 +49,7 @@ class CuriousActorCritic(ActorCritic):
         space = replace_leaves(lambda path, x: whitened.get(path, x), without(space, self._masks))
         encoders = [make_encoder(space, networks.get("", networks or "auto"), (_WIDTH,), "relu") for _ in range(2)]
         width = int(encoders[0].out_features)  # type: ignore[arg-type]
+        # Names with `critic_`: target and predictor belong to the critic's half of the loss.
         self.critic_target = nn.Sequential(encoders[0], HeadLinear(width, _WIDTH, 1.0)).requires_grad_(False)
         hidden = (orthogonal_linear(width, _WIDTH), nn.ReLU(), orthogonal_linear(_WIDTH, _WIDTH), nn.ReLU())
         self.critic_predictor = nn.Sequential(encoders[1], *hidden, HeadLinear(_WIDTH, _WIDTH, 1.0))

@@ -84,11 +84,9 @@ class Curriculum(Callback):
         self._returns: deque[float] = deque(maxlen=episodes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stage, and the recent returns in it."""
         return {"stage": self.stage, "returns": list(self._returns)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the stage."""
         self.stage = state_dict["stage"]
         self._returns.extend(state_dict["returns"])
 
@@ -110,7 +108,6 @@ class Curriculum(Callback):
         batch: Rollout,
         batch_idx: int,
     ) -> None:
-        """Begin the next stage if the current one has ended."""
         for returns in gather_ranks(batch.episodes.returns):
             self._returns.extend(returns)
         before = self.stage

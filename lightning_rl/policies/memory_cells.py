@@ -48,7 +48,6 @@ class GRUGate(nn.Module):
         nn.init.constant_(self.of_output.bias[size : 2 * size], -2.0)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Combine x and y, `[..., size]`."""
         (r, z, h), (r_x, z_x) = self.of_output(y).chunk(3, -1), self.of_stream(x).chunk(2, -1)
         h = torch.tanh(h + self.candidate((r + r_x).sigmoid() * x))
         return torch.lerp(x, h, (z + z_x).sigmoid())
@@ -121,11 +120,9 @@ class CellCore(RecurrentCore):
         self.cell = (MinGRU if options.kind == "mingru" else GTrXL)(in_features, options)
 
     def initial(self, batch_size: int) -> Nested:
-        """Return the state before an episode: zeros `[B, layers, size]`."""
         return self._weights()[0][0].new_zeros(batch_size, self.num_layers, self.cell.state_size)
 
     def step(self, features: Tensor, state: Nested) -> tuple[Tensor, Nested]:
-        """Return outputs `[B, hidden]` and next state for features `[B, f]`."""
         with torch.autocast(features.device.type, enabled=False):
             outputs, state = self._compute(features.to(state.dtype).unsqueeze(0), state)
             return outputs[0], state
