@@ -41,7 +41,7 @@ from record import RESULTS, hardware, source, versions, write_json
 from run_files import history, interruptions
 
 from lightning_rl.cli.main import OnPolicyCLI, main
-from lightning_rl.rollouts.episode import Episode
+from lightning_rl.rollouts.rollout import Episode
 
 EPISODES = 100
 

@@ -23,7 +23,7 @@ from lightning.pytorch import seed_everything
 from short_runs import Scores, quiet_trainer, write_result
 
 from lightning_rl import PPO, BehaviourCloning, RecordedEpisodes, RolloutDataModule
-from lightning_rl.rollouts.episode import Episode
+from lightning_rl.rollouts.rollout import Episode
 
 ENV_ID = "MountainCar-v0"
 UPDATES, WARM_UP_ROLLOUTS = 6, 150

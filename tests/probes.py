@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_rl.data.collector import Collector
 from lightning_rl.environments import Backend, EnvConfig, EnvironmentBatch, EnvironmentSpec, make_environments
-from lightning_rl.environments.seeding import derive_seed
+from lightning_rl.environments.contract import derive_seed
 from lightning_rl.nested import leaves, space_leaves
 from lightning_rl.options import changed
 from lightning_rl.policies.actor_critic import ActorCritic

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_rl import IMPALA, PPG, PPO, RND, VMPO, PPOKLPenalty, Rollout, fast
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
-from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
+from lightning_rl.environments.contract import MINIBATCHES, derive_seed
 from lightning_rl.nested import map_leaves, map_stacked
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.batch import Batch

@@ -17,7 +17,7 @@ from lightning_rl import PPO, RolloutDataModule, save_episodes
 from lightning_rl.cli.main import main
 from lightning_rl.policies.recurrent import MemoryOptions
 from lightning_rl.rollouts.batch import check_minibatches
-from lightning_rl.rollouts.episode import Episode
+from lightning_rl.rollouts.rollout import Episode
 from tests.procgen import has_procgen
 
 CONFIGS = Path(__file__).parents[1] / "configs"

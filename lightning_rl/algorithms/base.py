@@ -31,7 +31,7 @@ from lightning_rl.checkpointing.interruption import InterruptionGuard
 from lightning_rl.checkpointing.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.checkpointing.warm_start import WarmStart, warm_start
 from lightning_rl.distributed import world_size
-from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
+from lightning_rl.environments.contract import MINIBATCHES, derive_seed
 from lightning_rl.files import check_intact, read_data
 from lightning_rl.nested import Nested, space_leaves
 from lightning_rl.options import (
@@ -51,9 +51,8 @@ from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.sharding import copy_whole, shard
 from lightning_rl.policies.values import on_rows
 from lightning_rl.rollouts.batch import Batch, set_global_weights
-from lightning_rl.rollouts.episode import Episode
 from lightning_rl.rollouts.replay import Replay
-from lightning_rl.rollouts.rollout import Rollout
+from lightning_rl.rollouts.rollout import Episode, Rollout
 from lightning_rl.spaces import SpaceOrDict, space_from_dict
 from lightning_rl.training.advantages import AdvantageEstimator, explained_variance
 from lightning_rl.training.checks import (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
-from lightning_rl.environments.wrappers.rewards import RewardClip
+from lightning_rl.environments.wrappers.transforms import RewardClip
 from lightning_rl.policies.values import on_rows, with_recomputed_values
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.replay import UnrollMemory, drop_unless_alike, layout_of_unrolls

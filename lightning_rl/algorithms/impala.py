@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.distributed import all_reduce
-from lightning_rl.environments.wrappers.rewards import RewardClip
+from lightning_rl.environments.wrappers.transforms import RewardClip
 from lightning_rl.nested import Nested
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.values import values_reached

@@ -12,9 +12,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 
 from lightning_rl.callbacks.video import data_of
-from lightning_rl.data.minari import check_can_write, write_minari
+from lightning_rl.data.recorded_episodes import check_can_write, write_minari
 from lightning_rl.distributed import gather_on_rank_zero, gather_ranks
-from lightning_rl.rollouts.episode import Episode
+from lightning_rl.rollouts.rollout import Episode
 from lightning_rl.tools.video_files import Films, check_imageio
 from lightning_rl.validation import ConfigurationError, check, make_folder
 

@@ -26,8 +26,7 @@ from lightning_rl.environments import (
     TensorEnvironments,
     make_environments,
 )
-from lightning_rl.environments.contract import LIFE_LOST, EnvSettings
-from lightning_rl.environments.seeding import SAMPLING, TRAINING, derive_seed
+from lightning_rl.environments.contract import LIFE_LOST, SAMPLING, TRAINING, EnvSettings, derive_seed
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked
 from lightning_rl.policies.interface import Policy, PolicyOutput, as_recurrent, tensor_conversion, to_environment
 from lightning_rl.policies.recurrent_state import RecurrentState

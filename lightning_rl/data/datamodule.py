@@ -36,13 +36,12 @@ from lightning_rl.environments import (
     check_filmable,
     spaces_of,
 )
+from lightning_rl.environments.contract import EVALUATION, FILMING, TESTING
 from lightning_rl.environments.registry import find_spec
-from lightning_rl.environments.seeding import EVALUATION, FILMING, TESTING
 from lightning_rl.files import read_data
 from lightning_rl.options import changed, default_groups, flat, refuse_unknown_options
 from lightning_rl.policies.interface import Policy
-from lightning_rl.rollouts.episode import Episode
-from lightning_rl.rollouts.rollout import Rollout
+from lightning_rl.rollouts.rollout import Episode, Rollout
 from lightning_rl.validation import (
     ConfigurationError,
     check,

@@ -20,11 +20,10 @@ from lightning_rl.environments import (
     cameras,
     make_environments,
 )
-from lightning_rl.environments.contract import MAX_RESTARTS_IN_A_ROW
-from lightning_rl.environments.seeding import derive_seed
+from lightning_rl.environments.contract import MAX_RESTARTS_IN_A_ROW, derive_seed
 from lightning_rl.nested import Nested, map_leaves, map_stacked
 from lightning_rl.policies.interface import Policy, as_recurrent
-from lightning_rl.rollouts.episode import Episode
+from lightning_rl.rollouts.rollout import Episode
 from lightning_rl.validation import check_bool, check_positive_int
 
 _MAX_ENVIRONMENTS = 8

@@ -7,7 +7,7 @@ from lightning_rl.environments.make import check_filmable, make_environments, sp
 from lightning_rl.environments.rendering import FilmMaker, cameras
 from lightning_rl.environments.spec import Backend, EnvConfig, EnvironmentSpec, EnvOptions
 from lightning_rl.environments.tensor_batch import TensorEnvironments
-from lightning_rl.environments.wrappers.partial_observation import (
+from lightning_rl.environments.wrappers.transforms import (
     PartialObservation,
     SplitObservation,
     TerminationAsTruncation,

@@ -17,23 +17,23 @@ from lightning_rl.environments.contract import (
     IDLE,
     LOST,
     OWN_STATE,
+    Array,
     EnvironmentFailure,
     EnvSettings,
+    EpisodeTracker,
     WorkerFailure,
     autoreset_mode,
     complaint,
     first_not_finite,
     is_failure,
+    role_prefix,
     summary,
     surely_finite,
 )
-from lightning_rl.environments.seeding import EpisodeTracker, role_prefix
 from lightning_rl.environments.workers import ChooseAhead, WorkerPool
 from lightning_rl.environments.wrappers.history import VectorHistory
 from lightning_rl.nested import Nested, map_leaves, nested_paths, space_leaves
 from lightning_rl.validation import ConfigurationError, check
-
-Array = np.ndarray[Any, Any]
 
 
 # No type arguments: VectorWrapper takes none before Gymnasium 1.4.

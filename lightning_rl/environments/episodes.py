@@ -27,11 +27,12 @@ from lightning_rl.environments.contract import (
     EnvironmentFailure,
     EnvSettings,
     complaint,
+    derive_seed,
+    describe,
     give_up,
     is_failure,
     summary,
 )
-from lightning_rl.environments.seeding import derive_seed, describe
 from lightning_rl.environments.wrappers.action_mask import ReadMasks
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked, nested_paths
 from lightning_rl.validation import check

@@ -19,8 +19,7 @@ from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing, VectorGameScore, sign
 from lightning_rl.environments.batch import EnvironmentBatch, NativeCartPole
-from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, summary
-from lightning_rl.environments.description import DescribedVector, describe
+from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, role_prefix, summary
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.environments.registry import (
     check_envpool,
@@ -32,17 +31,23 @@ from lightning_rl.environments.registry import (
     working_versions,
 )
 from lightning_rl.environments.rendering import Camera, check_renders, prepare_rendering, steps_per_second
-from lightning_rl.environments.seeding import role_prefix
 from lightning_rl.environments.spec import WRAPPERS, EnvironmentSpec
 from lightning_rl.environments.tensor_batch import AsArrays, TensorEnvironments
-from lightning_rl.environments.workers import Description, Factory, LocalVectorEnv, WorkerPool
+from lightning_rl.environments.workers import (
+    DescribedVector,
+    Description,
+    Factory,
+    LocalVectorEnv,
+    WorkerPool,
+    describe,
+)
 from lightning_rl.environments.wrappers.action_repeat import (
     ActionRepeat,
     LearnedActionRepeat,
     learned_repeat,
     read_repeats,
 )
-from lightning_rl.environments.wrappers.rewards import RewardTransform
+from lightning_rl.environments.wrappers.transforms import RewardTransform
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, import_class, instantiate
 
 # Much longer than a step; enough for an environment that loads a world in its first reset.

@@ -10,12 +10,9 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from lightning_rl.environments.contract import IDLE, batch_infos
-from lightning_rl.environments.seeding import derive_seed
+from lightning_rl.environments.contract import IDLE, Array, batch_infos, derive_seed
 from lightning_rl.nested import Nested, map_space
 from lightning_rl.validation import check
-
-Array = np.ndarray[Any, Any]
 
 
 # No type arguments: VectorEnv takes none before Gymnasium 1.1.

@@ -14,9 +14,8 @@ from gymnasium.wrappers import vector as vector_wrappers
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.wrappers.action_mask import MaskedActions, ReadMasks, check_source
 from lightning_rl.environments.wrappers.action_repeat import learned_repeat
-from lightning_rl.environments.wrappers.history import FlatObservations, FrameStack
-from lightning_rl.environments.wrappers.previous_step import PreviousStep
-from lightning_rl.environments.wrappers.rewards import (
+from lightning_rl.environments.wrappers.history import FlatObservations, FrameStack, PreviousStep
+from lightning_rl.environments.wrappers.transforms import (
     RewardClip,
     RewardTransform,
     check_reward_options,

@@ -20,7 +20,7 @@ from lightning_rl.checkpointing.run_folders import RUNS, configurations, find_ch
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.data.evaluation import Evaluator
 from lightning_rl.data.recorded_episodes import RecordedEpisodes
-from lightning_rl.environments.seeding import TESTING
+from lightning_rl.environments.contract import TESTING
 from lightning_rl.files import check_intact, read_yaml, relative
 from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.options import nested

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.distributed import all_reduce
-from lightning_rl.environments.wrappers.rewards import RewardClip, check_reward_options, make_reward_transform
+from lightning_rl.environments.wrappers.transforms import RewardClip, check_reward_options, make_reward_transform
 from lightning_rl.functional import reverse_scan
 from lightning_rl.policies.normalization import RewardScale, RunningMoments, ValueNormalizer
 from lightning_rl.rollouts.rollout import Rollout

@@ -27,7 +27,7 @@ from lightning_rl import (
     RolloutDataModule,
     TFAgentsPPO,
 )
-from lightning_rl.environments.seeding import TRAINING, derive_seed
+from lightning_rl.environments.contract import TRAINING, derive_seed
 from lightning_rl.spaces import space_to_dict
 from tests import programs
 from tests.helpers import MemoryLogger, merged

@@ -8,7 +8,7 @@ from gymnasium.vector import AutoresetMode
 
 from lightning_rl.data.collector import Collector
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.environments.seeding import derive_seed
+from lightning_rl.environments.contract import derive_seed
 from lightning_rl.policies import values
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.interface import PolicyOutput

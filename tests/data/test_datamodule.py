@@ -20,7 +20,7 @@ from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.data import collector, evaluation
 from lightning_rl.data.datamodule import OnDemandLoader
 from lightning_rl.environments import AtariPreprocessing, EnvironmentFailure
-from lightning_rl.environments.seeding import EVALUATION, TRAINING
+from lightning_rl.environments.contract import EVALUATION, TRAINING
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 from tests.probes import Told

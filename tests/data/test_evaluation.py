@@ -7,8 +7,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from lightning_rl.data.evaluation import run_episodes
 from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure
+from lightning_rl.environments.contract import derive_seed
 from lightning_rl.environments.episodes import SeededEpisodes
-from lightning_rl.environments.seeding import derive_seed
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.recurrent import MemoryOptions
 from tests.environments.test_atari_lives import whole_game

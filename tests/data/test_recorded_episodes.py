@@ -16,7 +16,7 @@ from lightning_rl import PPO, BehaviourCloning, CriticPretraining, RecordedEpiso
 from lightning_rl.cli.main import main
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.interface import from_environment, to_environment
-from lightning_rl.rollouts.episode import Episode
+from lightning_rl.rollouts.rollout import Episode
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import Recorder, make_data, make_trainer, parameters_of
 

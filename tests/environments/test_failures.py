@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.environments import EnvConfig, EnvironmentFailure, EnvironmentSpec, make_environments, spaces_of
-from lightning_rl.environments.seeding import EVALUATION, derive_seed
+from lightning_rl.environments.contract import EVALUATION, derive_seed
 from lightning_rl.environments.workers import send
 from lightning_rl.validation import ConfigurationError
 from tests import torch_environments

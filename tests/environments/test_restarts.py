@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.environments.seeding import EVALUATION, TRAINING, derive_seed
+from lightning_rl.environments.contract import EVALUATION, TRAINING, derive_seed
 from lightning_rl.functional import gae
 from lightning_rl.training.normalizers import RewardNormalizer
 from lightning_rl.validation import ConfigurationError

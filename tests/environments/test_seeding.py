@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_rl.environments.contract import EVALUATION, SAMPLING, TRAINING, derive_seed
 from lightning_rl.environments.episodes import SeededEpisodes
-from lightning_rl.environments.seeding import EVALUATION, SAMPLING, TRAINING, derive_seed
 from lightning_rl.policies.actor_critic import ActorCritic
 from tests.probes import Random, make_batch, make_collector, seeds_of
 

@@ -15,7 +15,7 @@ from lightning_rl.environments import AtariPreprocessing, EnvConfig, Environment
 from lightning_rl.environments.atari import sign
 from lightning_rl.environments.make import make_single
 from lightning_rl.environments.registry import find_spec
-from lightning_rl.environments.wrappers.rewards import make_reward_transform
+from lightning_rl.environments.wrappers.transforms import make_reward_transform
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import PolicyOutput
 from lightning_rl.spaces import is_image

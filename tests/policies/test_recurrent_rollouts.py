@@ -8,7 +8,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from lightning_rl.environments.seeding import derive_seed
+from lightning_rl.environments.contract import derive_seed
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.rollout import Rollout

@@ -16,8 +16,7 @@ from torch import nn
 
 from lightning_rl.data.collector import Sampler
 from lightning_rl.environments import Backend, EnvironmentFailure, EnvironmentSpec
-from lightning_rl.environments.contract import EnvSettings
-from lightning_rl.environments.seeding import ACTORS, derive_seed
+from lightning_rl.environments.contract import ACTORS, EnvSettings, derive_seed
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import (
     ConfigurationError,

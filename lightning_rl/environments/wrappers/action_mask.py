@@ -10,8 +10,8 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
-from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, summary
-from lightning_rl.environments.wrappers.history import Array, VectorHistory
+from lightning_rl.environments.contract import Array, EnvironmentFailure, WorkerFailure, is_failure, summary
+from lightning_rl.environments.wrappers.history import OBSERVATION, VectorHistory
 from lightning_rl.masks import ActionMask, MaskLayout, component_names, find_masks, has_choices
 from lightning_rl.nested import (
     Nested,
@@ -26,8 +26,8 @@ from lightning_rl.nested import (
 )
 from lightning_rl.validation import ConfigurationError, check
 
-MASK, OBSERVATION = "action_mask", "observation"
-"""Keys of the masks, and of observations that are no `Dict`, in the new observations."""
+MASK = "action_mask"
+"""Key of the masks in the new observations."""
 MASKS = "lightning_rl/masks"
 """Key of the masks in the `info` of an environment with `ReadMasks`, and of their space in its metadata."""
 

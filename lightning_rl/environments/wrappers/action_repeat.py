@@ -9,11 +9,10 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from lightning_rl.environments.contract import LIFE_LOST
-from lightning_rl.environments.wrappers.rewards import RewardTransform
+from lightning_rl.environments.contract import LIFE_LOST, Array
+from lightning_rl.environments.wrappers.transforms import RewardTransform
 from lightning_rl.validation import check, check_number, check_positive_int, is_int, is_one_of
 
-Array = np.ndarray[Any, Any]
 REPEATED = "lightning_rl/repeated"
 """Key of the `info` of a step that repeated its action, used only in this file. The value is a dict: `frames`, the
 number of environment steps; `repeats`, how often the action was taken, if the policy chose this; and in evaluation

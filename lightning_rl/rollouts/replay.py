@@ -1,0 +1,503 @@
+"""Bounded memories of earlier steps, on the CPU and in the dtypes of the rollouts."""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from torch import Tensor
+
+from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_stacked
+from lightning_rl.rollouts.rollout import Rollout
+from lightning_rl.rollouts.sequences import Sequences, cut
+
+Fields = dict[str, Nested]
+"""Tensors with the same leading dimensions by name, nested or not."""
+
+
+class Replay(ABC):
+    """A bounded memory of earlier steps that an update can change and roll back."""
+
+    _before: Any = None
+
+    def begin(self) -> None:
+        """Start to record changes for `rollback`, without copying steps."""
+        self._before = self._snapshot()
+
+    def commit(self) -> None:
+        """Keep all changes since `begin`."""
+        self._before = None
+
+    def rollback(self) -> None:
+        """Undo all changes since `begin`; without `begin`, do nothing."""
+        if self._before is not None:
+            self._restore(self._before)
+            self._before = None
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+
+    @property
+    def layout(self) -> Layout | None:
+        """Layout of all rollouts; None if there are none."""
+        return None
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Remove everything."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the content as tensors and plain values."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the content that `state_dict` returned; the oldest steps are dropped if they do not fit."""
+
+    @abstractmethod
+    def _snapshot(self) -> Any: ...  # noqa: ANN401
+
+    @abstractmethod
+    def _restore(self, snapshot: Any) -> None: ...  # noqa: ANN401
+
+
+class Layout(NamedTuple):
+    """Properties that rollouts in one memory must share: `shape` is `(T, B)`, or `(T, 1)` for a single unroll.
+
+    For a recurrent policy, `num_states` is the number of stored states of each environment, and `burn_in` the number of
+    steps between these states and the sequences; else 0.
+    """
+
+    shape: tuple[int, int]
+    num_states: int = 0
+    burn_in: int = 0
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], states: Nested | None, burn_in: int) -> Layout:
+        """Return the layout of a rollout with the stored states `[K, B, ...]`, if there are any."""
+        return cls(shape, 0 if states is None else len(first_leaf(states)), burn_in)
+
+    def __str__(self) -> str:
+        of_memory = f" with {self.num_states} stored states and a burn-in of {self.burn_in}" if self.num_states else ""
+        return f"shape {self.shape}{of_memory}"
+
+
+def drop_unless_alike(memory: Replay, layout: Layout, name: str) -> None:
+    """Clear a memory whose rollouts differ from the next one in `layout`, and log that `name` restarts without them."""
+    if memory.layout not in (None, layout):
+        rank_zero_info(f"Stored rollouts have {memory.layout}, new ones {layout}: {name} drops the stored ones")
+        memory.clear()
+
+
+def num_bytes(x: Nested) -> int:
+    """Return the size of all leaves."""
+    return sum(int(leaf.nbytes) for leaf in leaves(x))
+
+
+def copy_to_memory(x: Tensor) -> Tensor:
+    """Return a copy on the CPU."""
+    return x.detach().to("cpu", copy=True).contiguous()
+
+
+class UseLimitedBuffer(Replay):
+    """A ring buffer of `size` rows; a row that has been sampled `max_use` times is removed (None: never).
+
+    New rows overwrite the oldest. Batches are drawn uniformly without replacement.
+    """
+
+    def __init__(self, size: int, max_use: int | None = None) -> None:
+        self.size = size
+        self.max_use = max_use
+        self._fields: Fields | None = None
+        self._uses = torch.full((size,), -1)  # -1 marks an empty place
+        self._next = 0
+
+    def __len__(self) -> int:
+        return int((self._uses >= 0).sum())
+
+    @property
+    def uses(self) -> Tensor:
+        """Number of samples of the row in each place, `[size]`; -1 for an empty place."""
+        return self._uses.clone()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors, empty places included."""
+        return num_bytes(self._fields or {})
+
+    def append(self, fields: Fields) -> None:
+        """Copy rows `[N, ...]` into the buffer; if there are more than `size`, the last ones."""
+        num_rows = len(first_leaf(fields))
+        if self._fields is None:
+            self._fields = map_leaves(lambda x: x.new_zeros(self.size, *x.shape[1:], device="cpu"), fields)
+        kept = slice(max(0, num_rows - self.size), num_rows)
+        places = (self._next + torch.arange(kept.start, kept.stop)) % self.size
+        if self._before is not None:  # for `rollback`
+            self._before[2].append((places, map_leaves(itemgetter(places), self._fields)))
+        self._put(places, map_leaves(itemgetter(kept), fields))
+        self._uses[places] = 0
+        self._next = (self._next + num_rows) % self.size
+
+    def _put(self, places: Tensor, rows: Fields) -> None:
+        def put(storage: Tensor, x: Tensor) -> None:
+            storage[places] = x.detach().cpu()
+
+        map_leaves(put, self._fields, rows)
+
+    def clear(self) -> None:
+        self._fields, self._next = None, 0
+        self._uses.fill_(-1)
+
+    def _snapshot(self) -> tuple[Tensor, int, list[tuple[Tensor, Fields]]]:
+        """Return uses and next place, and a list for the rows that `append` overwrites."""
+        return self.uses, self._next, []
+
+    def _restore(self, snapshot: tuple[Tensor, int, list[tuple[Tensor, Fields]]]) -> None:
+        self._uses, self._next, overwritten = snapshot
+        for places, rows in reversed(overwritten):
+            self._put(places, rows)
+
+    def sample(self, num_rows: int, generator: torch.Generator | None = None) -> Fields | None:
+        """Return `num_rows` random rows; None, without counting a use, if there are fewer."""
+        filled = (self._uses >= 0).nonzero().squeeze(-1)
+        if len(filled) < num_rows:
+            return None
+        return self.gather(filled[torch.randperm(len(filled), generator=generator)[:num_rows]])
+
+    def gather(self, places: Tensor) -> Fields:
+        """Return copies of the rows in different places, `[N]`, and count a use of each.
+
+        An empty or repeated place raises a `ValueError`.
+        """
+        if self._fields is None or (self._uses[places] < 0).any() or len(set(places.tolist())) < len(places):
+            raise ValueError(f"expected different places that have a row, got {places.tolist()}")
+        rows: Fields = map_leaves(itemgetter(places), self._fields)
+        self._uses[places] += 1
+        if self.max_use is not None:
+            self._uses[self._uses >= self.max_use] = -1
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        fields = None if self._fields is None else map_leaves(torch.clone, self._fields)
+        return {"fields": fields, "uses": self.uses, "next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the rows of a buffer of any size; if they do not fit, the newest."""
+        self.clear()
+        if state["fields"] is None:
+            return
+        size, first = len(state["uses"]), state["next"]
+        oldest_first = (first + torch.arange(size)) % size
+        oldest_first = oldest_first[state["uses"][oldest_first] >= 0]
+        if size == self.size:  # the same places, empty ones included
+            self._fields = map_leaves(torch.clone, state["fields"])
+            self._uses, self._next = state["uses"].clone(), first
+        elif len(oldest_first):
+            self.append(map_leaves(itemgetter(oldest_first), state["fields"]))
+            kept = oldest_first[-self.size :]
+            self._uses[(self._next - len(kept) + torch.arange(len(kept))) % self.size] = state["uses"][kept]
+
+
+class _KeptRollout(NamedTuple):
+    fields: Any
+    valid: Any
+    starts: Any
+    states: Any
+    burn_in: int = 0
+
+    @property
+    def layout(self) -> Layout:
+        length, num_envs = first_leaf(self.fields).shape[:2]
+        return Layout.of((int(length), int(num_envs)), self.states, self.burn_in)
+
+
+class RolloutMemory(Replay):
+    """The latest rollouts `[T, B, ...]`, all of one layout; `capacity` is their maximum number.
+
+    Each step has an address: rollout · T · B + t · B + b.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._kept: list[_KeptRollout] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self) >= self.capacity
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(T, B)` of each rollout; `(0, 0)` if there are none."""
+        return (0, 0) if self.layout is None else self.layout.shape
+
+    @property
+    def layout(self) -> Layout | None:
+        return self._kept[0].layout if self._kept else None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(num_bytes(x) for kept in self._kept for x in kept[:-1] if x is not None)
+
+    def append(
+        self,
+        fields: Fields,
+        valid: Tensor | None = None,
+        starts: Tensor | None = None,
+        states: Nested | None = None,
+        burn_in: int = 0,
+    ) -> None:
+        """Copy fields `[T, B, ...]` of one rollout into the memory; the other arguments are attributes of `Rollout`.
+
+        A full memory, or another layout than that of earlier rollouts, raises a `ValueError`.
+        """
+        if self.is_full:
+            raise ValueError(f"the memory holds {len(self)} rollouts already, expected fewer than {self.capacity}")
+        given = _KeptRollout(fields, valid, starts, states, burn_in)
+        if self.layout not in (None, given.layout):
+            raise ValueError(f"the rollout has {given.layout}, expected {self.layout} like those before it")
+        parts = {name: x for name, x in given._asdict().items() if name != "burn_in" and x is not None}
+        self._kept.append(given._replace(**map_leaves(copy_to_memory, parts)))
+
+    def clear(self) -> None:
+        self._kept = []
+
+    def write(self, name: str, addresses: Tensor, values: Nested) -> None:
+        """Write one field of the steps at `addresses`, `[N]`; a new field is 0 elsewhere."""
+        if name not in self._kept[0].fields:
+            zeros = map_leaves(lambda x: x.new_zeros(*self.shape, *x.shape[1:], device="cpu"), values)
+            self._kept = [
+                kept._replace(fields={**kept.fields, name: map_leaves(torch.clone, zeros)}) for kept in self._kept
+            ]
+        for index, (mask, local) in self._by_rollout(addresses).items():
+
+            def put(storage: Tensor, x: Tensor, mask: Tensor = mask, local: Tensor = local) -> None:
+                storage.flatten(0, 1)[local] = x.detach().cpu()[mask]
+
+            map_leaves(put, self._kept[index].fields[name], values)
+
+    def steps(self) -> Tensor:
+        valid = self._all_valid()
+        return torch.arange(valid.numel())[valid.flatten()]
+
+    def cut(self) -> tuple[Tensor, Sequences]:
+        """Cut the rollouts into the sequences of a recurrent policy, or else into one for each environment.
+
+        Return addresses of the real steps in the order of sequences, and sequences with addresses for burn-in.
+        """
+        length, num_envs = self.shape
+        first_steps = torch.arange(len(self)).unsqueeze(1) * length * num_envs + torch.arange(num_envs)
+        addresses = first_steps.flatten() + num_envs * torch.arange(length).unsqueeze(1)
+        valid = torch.cat(list(self._all_valid()), 1)
+        no_starts, no_states = torch.zeros(length, num_envs, dtype=torch.bool), torch.zeros(1, num_envs)
+        starts = torch.cat([no_starts if kept.starts is None else kept.starts for kept in self._kept], 1)
+        states = [no_states if kept.states is None else kept.states for kept in self._kept]
+        together = map_stacked(lambda xs: torch.cat(xs, 1), states)
+        rows, sequences = cut(valid, starts, together, self._kept[0].burn_in, addresses)
+        return addresses.flatten()[rows], sequences
+
+    def _all_valid(self) -> Tensor:
+        everything = torch.ones(self.shape, dtype=torch.bool)
+        return torch.stack([everything if k.valid is None else k.valid for k in self._kept] or [everything])
+
+    def gather(self, addresses: Tensor, only: str | None = None) -> Fields:
+        """Return copies of steps, each field of shape `[*addresses.shape, ...]`; with `only`, at most that field."""
+        wanted = [{n: x for n, x in kept.fields.items() if only in (None, n)} for kept in self._kept]
+        if not wanted or not wanted[0]:
+            return {}
+        parts = self._by_rollout(addresses)
+
+        def collect(*leaves_of_rollouts: Tensor) -> Tensor:
+            first = leaves_of_rollouts[0]
+            result = torch.empty(*addresses.shape, *first.shape[2:], dtype=first.dtype)
+            for index, (mask, local) in parts.items():
+                result[mask] = leaves_of_rollouts[index].flatten(0, 1)[local]
+            return result
+
+        fields: Fields = map_leaves(collect, *wanted)
+        return fields
+
+    def _by_rollout(self, addresses: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return for each rollout which addresses are in it, and their steps t · B + b."""
+        length, num_envs = self.shape
+        rollouts, local = addresses // (length * num_envs), addresses % (length * num_envs)
+        masks = {index: rollouts == index for index in set(rollouts.flatten().tolist())}
+        return {index: (mask, local[mask]) for index, mask in masks.items()}
+
+    def _snapshot(self) -> list[_KeptRollout]:
+        return [*self._kept]
+
+    def _restore(self, snapshot: list[_KeptRollout]) -> None:
+        self._kept = snapshot
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rollouts as tensors, without copies: stored rollouts do not change."""
+        return {"rollouts": [kept._asdict() for kept in self._kept]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore rollouts. If they fill the memory, the oldest are dropped, so that the next rollout fits."""
+        excess = len(state["rollouts"]) - self.capacity
+        self._kept = [_KeptRollout(**kept) for kept in state["rollouts"][excess + 1 if excess >= 0 else 0 :]]
+
+
+ReplayPolicy = Literal["reservoir", "fifo"]
+_PER_STEP = (
+    *("observations", "actions", "rewards", "terminated", "truncated", "log_probs", "values"),
+    *("valid", "starts", "repeats", "weights"),
+)
+_OTHERS = ("final_steps", "final_observations", "burn_in")
+
+
+class _KeptUnroll(NamedTuple):
+    """One unroll; the unrolls with the smallest rank are dropped first."""
+
+    rank: float
+    number: int
+    fields: Fields
+
+
+class UnrollMemory(Replay):
+    """Unrolls of single environments from earlier rollouts, up to `max_bytes` for all tensors.
+
+    The `policy` `fifo` drops the oldest unrolls; `reservoir` keeps each appended unroll with equal probability.
+    """
+
+    def __init__(self, max_bytes: int, policy: ReplayPolicy = "reservoir") -> None:
+        self.max_bytes = max_bytes
+        self.policy = policy
+        self._kept: list[_KeptUnroll] = []  # a heap
+        self._bytes = 0
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the unrolls, counted from 0 over all unrolls ever appended."""
+        return sorted(kept.number for kept in self._kept)
+
+    @property
+    def layout(self) -> Layout | None:
+        if not self._kept:
+            return None
+        fields = self._kept[0].fields
+        return Layout.of((len(first_leaf(fields["actions"])), 1), fields.get("memory"), fields["burn_in"])
+
+    def append(self, rollout: Rollout, generator: torch.Generator | None = None, **per_step: Nested) -> None:
+        """Copy the unroll of each environment, with further tensors `[T, B, ...]`, and drop unrolls that do not fit.
+
+        Another layout than that of earlier unrolls raises a `ValueError`.
+        """
+        if self.layout not in (None, layout := layout_of_unrolls(rollout)):
+            raise ValueError(f"the unrolls have {layout}, expected {self.layout} like those before them")
+        unrolls = _columns(rollout, per_step)
+        draws = torch.rand(len(unrolls), generator=generator, dtype=torch.float64).tolist()
+        for draw, fields in zip(draws, unrolls, strict=True):
+            rank = draw if self.policy == "reservoir" else float(self._number)
+            heapq.heappush(self._kept, _KeptUnroll(rank, self._number, fields))
+            self._bytes += _size(fields)
+            self._number += 1
+        self._drop_excess()
+
+    def _drop_excess(self) -> None:
+        while self._bytes > self.max_bytes:
+            self._bytes -= _size(heapq.heappop(self._kept).fields)
+
+    def gather(self, indices: Tensor) -> tuple[Rollout, Fields]:
+        """Return copies of the unrolls with indices `[N]`, as a rollout `[T, N]` and the `per_step` tensors."""
+        return _together([self._kept[index].fields for index in indices.tolist()])
+
+    def draw(self, count: float, generator: torch.Generator) -> Tensor:
+        """Return random indices of about `count` unrolls, at least one, with replacement."""
+        return torch.randint(len(self), (max(1, round(count)),), generator=generator)
+
+    def beside(self, rollout: Rollout, indices: Tensor) -> Rollout:
+        """Return a copy of a rollout on the CPU, with the unrolls with indices `[N]` as further environments."""
+        both, _ = _together([*_columns(rollout, {}), *(self._kept[index].fields for index in indices.tolist())])
+        both.policy_version = rollout.policy_version
+        return both
+
+    def clear(self) -> None:
+        self._kept, self._bytes = [], 0
+
+    def _snapshot(self) -> tuple[list[_KeptUnroll], int, int]:
+        return [*self._kept], self._bytes, self._number
+
+    def _restore(self, snapshot: tuple[list[_KeptUnroll], int, int]) -> None:
+        self._kept, self._bytes, self._number = snapshot
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the unrolls as tensors and numbers, without copies: stored unrolls do not change."""
+        return {"kept": [kept._asdict() for kept in self._kept], "number": self._number, "policy": self.policy}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the unrolls of a memory of any size and policy; those that do not fit are dropped."""
+        self._kept, self._number = [_KeptUnroll(**kept) for kept in state["kept"]], state["number"]
+        if state["policy"] != self.policy:
+            generator = torch.Generator().manual_seed(self._number)
+            draws = torch.rand(len(self._kept), generator=generator, dtype=torch.float64).tolist()
+            ranks = draws if self.policy == "reservoir" else [float(kept.number) for kept in self._kept]
+            self._kept = [kept._replace(rank=rank) for kept, rank in zip(self._kept, ranks, strict=True)]
+            heapq.heapify(self._kept)
+        self._bytes = sum(_size(kept.fields) for kept in self._kept)
+        self._drop_excess()
+
+
+def layout_of_unrolls(rollout: Rollout) -> Layout:
+    """Return the layout of the unrolls of a rollout."""
+    return Layout.of((rollout.shape[0], 1), rollout.memory, rollout.burn_in)
+
+
+def _size(fields: Fields) -> int:
+    return num_bytes({name: x for name, x in fields.items() if name != "burn_in"})
+
+
+def _columns(rollout: Rollout, per_step: Fields) -> list[Fields]:
+    """Return a copy of the unroll of each environment, with the final observations of its truncated steps."""
+    present = {name: getattr(rollout, name) for name in _PER_STEP if getattr(rollout, name) is not None}
+    if rollout.memory is not None:
+        present["memory"] = rollout.memory
+    by_time = map_leaves(copy_to_memory, present | {"per_step": per_step})
+    by_time.setdefault("valid", torch.ones(rollout.shape, dtype=torch.bool))
+    steps, environments = rollout.final_indices.cpu().unbind(1)
+    finals = map_leaves(copy_to_memory, rollout.final_observations)
+    columns: list[Fields] = []
+    for index in range(rollout.shape[1]):
+        own = environments == index
+        column: Fields = map_leaves(lambda x, index=index: x[:, index].clone(), by_time)
+        column |= {"final_steps": steps[own], "final_observations": map_leaves(itemgetter(own), finals)}
+        columns.append(column | {"burn_in": rollout.burn_in})
+    return columns
+
+
+def _together(columns: Sequence[Fields]) -> tuple[Rollout, Fields]:
+    by_time = [{name: x for name, x in column.items() if name not in _OTHERS} for column in columns]
+    fields = map_stacked(lambda xs: torch.stack(xs, 1), by_time)
+    per_step: Fields = fields.pop("per_step")
+    steps = torch.cat([column["final_steps"] for column in columns])
+    counts = torch.tensor([len(column["final_steps"]) for column in columns])
+    environments = torch.arange(len(columns)).repeat_interleave(counts)
+    finals = map_stacked(torch.cat, [column["final_observations"] for column in columns])
+    rollout = Rollout(
+        **fields,
+        next_values=torch.zeros_like(fields["values"]),
+        final_indices=torch.stack([steps, environments], 1),
+        final_observations=finals,
+        burn_in=columns[0]["burn_in"],
+        policy_version=-1,
+    )
+    return rollout, per_step
