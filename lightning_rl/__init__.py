@@ -32,13 +32,14 @@ if TYPE_CHECKING:
         EnvStepCheckpoint,
         EnvStepInterval,
         EnvStepLimit,
+        EnvStepProgressBar,
+        EnvStepRichProgressBar,
         EnvStepValidation,
         EpisodeRecorder,
         PolicyExport,
+        PolicySummary,
         VideoRecorder,
     )
-    from lightning_rl.callbacks.policy_summary import PolicySummary
-    from lightning_rl.callbacks.progress_bars import EnvStepProgressBar, EnvStepRichProgressBar
     from lightning_rl.checkpointing.atomic import LastCheckpoint
     from lightning_rl.checkpointing.failed_update import FailedUpdate
     from lightning_rl.data.actors import ActorConfig
@@ -46,8 +47,7 @@ if TYPE_CHECKING:
     from lightning_rl.data.evaluation import EvaluationConfig
     from lightning_rl.data.recorded_episodes import RecordedEpisodes, load_episodes, save_episodes
     from lightning_rl.environments import AtariPreprocessing, EnvConfig
-    from lightning_rl.policies.actor_critic import ActorCritic
-    from lightning_rl.policies.config import PolicyConfig
+    from lightning_rl.policies.actor_critic import ActorCritic, PolicyConfig
     from lightning_rl.policies.interface import PolicyOutput
     from lightning_rl.rollouts.batch import Batch
     from lightning_rl.rollouts.rollout import Rollout
@@ -118,15 +118,12 @@ _HOMES = (
     "data.actors",
     "data.datamodule",
     "callbacks",
-    "callbacks.policy_summary",
-    "callbacks.progress_bars",
     "checkpointing.atomic",
     "checkpointing.failed_update",
     "data.evaluation",
     "data.recorded_episodes",
     "environments",
     "policies.actor_critic",
-    "policies.config",
     "policies.interface",
     "rollouts.batch",
     "rollouts.rollout",

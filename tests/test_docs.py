@@ -235,7 +235,7 @@ def test_the_notebook_trains_and_shows_an_episode(monkeypatch, tmp_path):
     # One line of progress, the last one, and not one for each time that it was drawn.
     progress = [json.dumps(output) for outputs in cells for output in outputs if "env steps" in json.dumps(output)]
     assert len(progress) == 1
-    assert "Training 100%" in progress[0] and "4,096/4,096 env steps" in progress[0]
+    assert "Training: 100%" in progress[0] and "4.10k/4.10k" in progress[0]
     assert float(cells[2][-1]["data"]["text/plain"]) > 0
     assert cells[3][-1]["data"]["image/gif"].startswith("R0lGODlh")  # GIF89a
     assert all("error" not in output["output_type"] for outputs in cells for output in outputs)

@@ -44,10 +44,9 @@ from lightning_rl.options import (
     parameters_of,
     refuse_unknown_options,
 )
-from lightning_rl.policies.acting import act
-from lightning_rl.policies.actor_critic import ActorCritic, copy_to_cpu
-from lightning_rl.policies.config import POLICY_OPTIONS, PolicyConfig, PolicyOptions
+from lightning_rl.policies.actor_critic import POLICY_OPTIONS, ActorCritic, PolicyConfig, PolicyOptions, copy_to_cpu
 from lightning_rl.policies.distributions import Distribution
+from lightning_rl.policies.interface import act
 from lightning_rl.policies.sharding import copy_whole, shard
 from lightning_rl.policies.values import on_rows
 from lightning_rl.rollouts.batch import Batch, set_global_weights

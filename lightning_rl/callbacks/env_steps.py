@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from torch import Tensor
 
 from lightning_rl.training.clock import ends_epoch, validates_now
-from lightning_rl.validation import check, check_positive_int, is_int
+from lightning_rl.validation import check, check_positive_int, is_int, make_folder
 
 
 class EnvStepInterval(Callback):
@@ -64,6 +64,34 @@ class EnvStepInterval(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
         self.fire(trainer, pl_module)
+
+
+class EnvStepWriter(EnvStepInterval):
+    """Base of intervals after which the first rank writes files, also at the end of a run; it overrides `write`."""
+
+    subfolder = ""  # of the folder of the logger or, without one, of the Trainer
+
+    def __init__(self, every_n_env_steps: int, dirpath: str | Path | None) -> None:
+        check_positive_int("every_n_env_steps", every_n_env_steps)
+        super().__init__(every_n_env_steps)
+        self.dirpath = dirpath
+
+    def write(self, folder: Path, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the files of the current environment step into a folder; called on the first rank."""
+        raise NotImplementedError
+
+    def check_folder(self) -> None:
+        """Raise a `ConfigurationError` if the folder that the user chose cannot be written."""
+        if self.dirpath is not None:
+            make_folder("dirpath", self.dirpath)
+
+    def on_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # `log_dir` is a collective call
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self.write(folder / self.subfolder if self.dirpath is None else Path(self.dirpath), trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.fire(trainer, pl_module, force=True)
 
 
 def _env_steps(module: LightningModule) -> int:

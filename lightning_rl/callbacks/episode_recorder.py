@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -11,45 +10,30 @@ from typing import Any, Literal, TypeAlias, get_args
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 
-from lightning_rl.callbacks.video import data_of
+from lightning_rl.callbacks.video import Films, check_imageio, data_of
 from lightning_rl.data.recorded_episodes import check_can_write, write_minari
 from lightning_rl.distributed import gather_on_rank_zero, gather_ranks
 from lightning_rl.rollouts.rollout import Episode
-from lightning_rl.tools.video_files import Films, check_imageio
 from lightning_rl.validation import ConfigurationError, check, make_folder
 
 RecordAs: TypeAlias = Literal["video", "minari"]
 _CHECKS: dict[RecordAs, Callable[[], object]] = {"video": check_imageio, "minari": check_can_write}
 
 
-@contextmanager
-def _suggesting_the_other(chosen: RecordAs) -> Iterator[None]:
-    """Add the option of the other format to an error about one format."""
-    try:
-        yield
-    except ConfigurationError as error:
-        (other,) = (one for one in _CHECKS if one != chosen)
-        raise ConfigurationError(f"{error}; --record_as {other} does not need it") from error
-
-
-def _installed() -> tuple[RecordAs, ...]:
-    missing: dict[RecordAs, ConfigurationError] = {}
+def _installed() -> Iterator[RecordAs]:
+    """Yield the formats whose packages are installed, and log which packages the others need."""
     for one, check_packages in _CHECKS.items():
         try:
             check_packages()
+            yield one
         except ConfigurationError as error:
-            missing[one] = error
-    if len(missing) == len(_CHECKS):
-        raise ConfigurationError(f"{missing['video']}; {missing['minari']}; without --record episodes are only printed")
-    for why in missing.values():
-        rank_zero_info(f"Left out: {why}")
-    return tuple(one for one in _CHECKS if one not in missing)
+            rank_zero_info(f"Left out: {error}")
 
 
 class EpisodeRecorder(Callback):
     """Write the episodes of `predict` into a folder.
 
-    Videos are `episode=….mp4` (`.gif` without imageio's ffmpeg), numbered over all ranks as the command line prints
+    Videos are `episode=….mp4`, numbered over all ranks as the command line prints
     them. The Minari data set `minari/<environment>/<algorithm>-v0` has the observations of the policy and the actions
     that the environment received. Recording does not change the episodes.
 
@@ -87,14 +71,11 @@ class EpisodeRecorder(Callback):
         if stage != "predict":
             return
         data = data_of(trainer)
+        self.formats = self.formats or tuple(_installed()) or get_args(RecordAs)
         for one in self.formats:
-            with _suggesting_the_other(one):
-                _CHECKS[one]()
-        if not self.formats:
-            self.formats = _installed()
+            _CHECKS[one]()
         if "video" in self.formats:
-            with _suggesting_the_other("video"):
-                data.check_filmable(self.env_kwargs)
+            data.check_filmable(self.env_kwargs)
         make_folder("folder", self.folder)
         if "video" in self.formats:
             data.film_predictions(Films(self.folder), self.env_kwargs)

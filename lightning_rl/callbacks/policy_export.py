@@ -9,15 +9,15 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rl.callbacks.env_steps import EnvStepInterval
+from lightning_rl.callbacks.env_steps import EnvStepWriter
 from lightning_rl.nested import Nested
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.tools.export import FOLDER_PATTERN, METADATA, PROGRAMS, ExportFormat, export_policy
 from lightning_rl.tools.export.policy import check_exportable, check_options, first_steps
-from lightning_rl.validation import check, check_positive_int, is_int, make_folder
+from lightning_rl.validation import check, is_int
 
 
-class PolicyExport(EnvStepInterval):
+class PolicyExport(EnvStepWriter):
     """Export the policy after each interval of environment steps, and at the end.
 
     Each export is a folder `step=…` with the files of `lightning_rl.tools.export.export_policy`, checked against the
@@ -35,6 +35,8 @@ class PolicyExport(EnvStepInterval):
         ConfigurationError: In `on_fit_start`: the policy cannot be exported, or the folder cannot be written.
     """
 
+    subfolder = "policies"
+
     def __init__(
         self,
         every_n_env_steps: int,
@@ -43,11 +45,9 @@ class PolicyExport(EnvStepInterval):
         format: ExportFormat = "torch_export",
         programs: Sequence[str] = PROGRAMS,
     ) -> None:
-        check_positive_int("every_n_env_steps", every_n_env_steps)
         check(is_int(keep) and (keep == -1 or keep > 0), "keep", keep, "an integer of at least 1, or -1")
         check_options(format, programs)
-        super().__init__(every_n_env_steps)
-        self.dirpath = dirpath
+        super().__init__(every_n_env_steps, dirpath)
         self.keep = keep
         self.format: ExportFormat = format
         self.programs = tuple(programs)
@@ -58,8 +58,7 @@ class PolicyExport(EnvStepInterval):
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         check_exportable(pl_module, self.format, self.programs)
-        if self.dirpath is not None:
-            make_folder("dirpath", self.dirpath)
+        self.check_folder()
 
     def on_train_batch_end(
         self,
@@ -73,10 +72,7 @@ class PolicyExport(EnvStepInterval):
             self._observations = first_steps(batch.observations)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def on_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        folder = self.folder(trainer)  # a collective call
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
+    def write(self, folder: Path, trainer: Trainer, pl_module: LightningModule) -> None:
         env_id = getattr(getattr(trainer.datamodule, "spec", None), "env_id", None)  # type: ignore[attr-defined]
         export_policy(
             pl_module,
@@ -88,24 +84,11 @@ class PolicyExport(EnvStepInterval):
             score=self._score,
         )
         if self.keep > 0:
-            for old in self._exports(folder)[: -self.keep]:
+            exports = [path.parent for path in folder.glob(FOLDER_PATTERN.format("*") + f"/{METADATA}")]
+            for old in sorted(exports, key=lambda path: int(path.name.partition("=")[2]))[: -self.keep]:
                 shutil.rmtree(old)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (found := trainer.callback_metrics.get("val/episode_return")) is not None and not trainer.sanity_checking:
             steps = int(pl_module.env_steps)  # type: ignore[arg-type]
             self._score = {"metric": "val/episode_return", "mean": float(found), "env_steps": steps}
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.fire(trainer, pl_module, force=True)
-
-    def folder(self, trainer: Trainer) -> Path:
-        if self.dirpath is not None:
-            return Path(self.dirpath)
-        return Path(trainer.log_dir or trainer.default_root_dir) / "policies"
-
-    @staticmethod
-    def _exports(folder: Path) -> list[Path]:
-        prefix = FOLDER_PATTERN.partition("{")[0]
-        found = [path.parent for path in folder.glob(f"{prefix}*/{METADATA}")]
-        return sorted(found, key=lambda path: int(path.name.removeprefix(prefix)))

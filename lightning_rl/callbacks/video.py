@@ -1,31 +1,35 @@
-"""Videos of the policy during training."""
+"""Videos of the policy during training, and video files."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
-from lightning_rl.callbacks.env_steps import EnvStepInterval
+from lightning_rl.callbacks.env_steps import EnvStepWriter
 from lightning_rl.checkpointing.atomic import event_files
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.tools.video_files import Films, VideoFile, check_imageio
-from lightning_rl.validation import check, check_positive_int, make_folder
+from lightning_rl.validation import ConfigurationError, check, check_positive_int, how_to_install
 
+Frame = np.ndarray[Any, Any]
 _TAG = "video/episode={}"
 
 
-class VideoRecorder(EnvStepInterval):
+class VideoRecorder(EnvStepWriter):
     """Film episodes after each interval of environment steps, and at the end.
 
     The first rank plays the same episodes each time, in separate environments with separate seeds; training is not
-    affected, but waits. The files are `step=…-episode=….mp4` (`.gif` without imageio's ffmpeg). TensorBoard gets a
+    affected, but waits. The files are `step=…-episode=….mp4`. TensorBoard gets a
     small animation, W&B and MLflow the file.
 
     Args:
@@ -38,6 +42,8 @@ class VideoRecorder(EnvStepInterval):
         ConfigurationError: In `setup`: the environment cannot be filmed, or the folder cannot be written.
     """
 
+    subfolder = "videos"
+
     def __init__(
         self,
         every_n_env_steps: int,
@@ -45,24 +51,18 @@ class VideoRecorder(EnvStepInterval):
         dirpath: str | Path | None = None,
         env_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        check_positive_int("every_n_env_steps", every_n_env_steps)
         check_positive_int("episodes", episodes)
-        super().__init__(every_n_env_steps)
+        super().__init__(every_n_env_steps, dirpath)
         self.episodes = episodes
-        self.dirpath = dirpath
         self.env_kwargs = env_kwargs
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             check_imageio()
             data_of(trainer).check_filmable(self.env_kwargs)
-            if self.dirpath is not None:
-                make_folder("dirpath", self.dirpath)
+            self.check_folder()
 
-    def on_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        folder = self.folder(trainer)  # a collective call
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
+    def write(self, folder: Path, trainer: Trainer, pl_module: LightningModule) -> None:
         step, data = int(pl_module.env_steps), data_of(trainer)  # type: ignore[arg-type]
 
         def show(number: int, video: VideoFile) -> None:
@@ -76,14 +76,6 @@ class VideoRecorder(EnvStepInterval):
                 if data.spec.env.on_failure == "raise":
                     raise
                 rank_zero_warn(f"no video at {step} environment steps: {error}")
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.fire(trainer, pl_module, force=True)
-
-    def folder(self, trainer: Trainer) -> Path:
-        if self.dirpath is not None:
-            return Path(self.dirpath)
-        return Path(trainer.log_dir or trainer.default_root_dir) / "videos"
 
 
 def data_of(trainer: Trainer) -> RolloutDataModule:
@@ -122,3 +114,98 @@ def evaluating(module: LightningModule) -> Iterator[None]:
     finally:
         for part, training in modes.items():
             part.training = training
+
+
+class BoundedGif:
+    """A GIF of at most `max_frames`: long episodes are shown with fewer frames per second, in the same time.
+
+    Frames wider or higher than `max_side` pixels are subsampled. `fps` is the rate of appended frames.
+    """
+
+    def __init__(self, fps: float, max_frames: int = 200, max_side: int = 240) -> None:
+        self.max_frames = max_frames
+        self.max_side = max_side
+        self.frames: list[Frame] = []
+        self._fps = fps
+        self._stride = 1
+        self._seen = 0
+
+    @property
+    def fps(self) -> float:
+        return self._fps / self._stride
+
+    def append(self, frame: Frame) -> None:
+        """Add a frame, `[height, width, 3]` of `uint8`."""
+        if self._seen % self._stride == 0:
+            every = -(-max(frame.shape[:2]) // self.max_side)
+            self.frames.append(np.array(frame[::every, ::every]))
+        self._seen += 1
+        if len(self.frames) > self.max_frames:
+            self.frames, self._stride = self.frames[::2], self._stride * 2
+
+    def encode(self) -> bytes:
+        """Return the content of the file, an endless loop."""
+        import imageio.v3
+
+        # In milliseconds. GIF counts hundredths of a second, and players ignore a duration of one.
+        duration = max(20.0, 1000.0 / self.fps)
+        content = imageio.v3.imwrite("<bytes>", np.stack(self.frames), extension=".gif", duration=duration, loop=0)
+        return bytes(content)
+
+
+class VideoFile:
+    """An MP4 video that appears when complete; `path` gets the suffix."""
+
+    def __init__(self, path: Path, fps: float) -> None:
+        self.preview = BoundedGif(fps)
+        self.path = path.with_name(f"{path.name}.mp4")
+        self.fps = fps
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._unfinished = path.with_name(f".{path.name}.unfinished.mp4")  # the suffix selects the format
+        self._writer: Any = None
+
+    def append(self, frame: Frame) -> None:
+        self.preview.append(frame)
+        if self._writer is None:
+            import imageio
+
+            # A block size of 1: imageio would stretch frames to multiples of 16.
+            self._writer = imageio.get_writer(self._unfinished, fps=self.fps, macro_block_size=1, codec="libx264")
+        # H.264 needs even numbers of rows and columns.
+        rows, columns = frame.shape[0] % 2, frame.shape[1] % 2
+        self._writer.append_data(np.pad(frame, ((0, rows), (0, columns), (0, 0)), mode="edge"))
+
+    def close(self) -> None:
+        self._writer.close()
+        if not self._unfinished.exists():  # imageio does not raise
+            raise OSError(f"ffmpeg could not write {self.path}")
+        self._unfinished.replace(self.path)
+
+    def discard(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._unfinished.unlink(missing_ok=True)
+
+
+@dataclass
+class Films:
+    """Writes a video file for each episode; `name` is a format of the episode's number."""
+
+    folder: Path
+    name: str = "episode={}"
+    on_finished: Callable[[int, VideoFile], None] | None = None
+
+    def open(self, number: int, fps: float) -> VideoFile:
+        return VideoFile(self.folder / self.name.format(number), fps)
+
+    def finished(self, number: int, video: VideoFile) -> None:
+        video.close()
+        if self.on_finished is not None:
+            self.on_finished(number, video)
+
+
+def check_imageio() -> None:
+    """Raise a `ConfigurationError` if imageio or its ffmpeg is not installed."""
+    for package in ("imageio", "imageio_ffmpeg"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigurationError(f"video needs {package}, which is not installed: {how_to_install('video')}")

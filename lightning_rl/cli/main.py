@@ -20,15 +20,13 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_rl import EnvStepLimit, EpisodeRecorder, LastCheckpoint, OnPolicyAlgorithm, RolloutDataModule
 from lightning_rl.callbacks.episode_recorder import EpisodeLines
-from lightning_rl.callbacks.policy_summary import PolicySummary
-from lightning_rl.callbacks.progress_bars import EnvStepProgressBar
+from lightning_rl.callbacks.progress_bars import EnvStepProgressBar, PolicySummary
 from lightning_rl.checkpointing import run_folders
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpointing.interruption import EarlyTermination, early_termination
 from lightning_rl.checkpointing.resuming import check_fits, check_resumable
 from lightning_rl.cli import COMMANDS, TRAINER_COMMANDS
-from lightning_rl.cli.errors import end_with_message
-from lightning_rl.cli.parser import CommandParser, ShortHelp, chooses_data_class, say
+from lightning_rl.cli.parser import CommandParser, ShortHelp, chooses_data_class, end_with_message, say
 from lightning_rl.distributed import end_all_ranks, world_size
 from lightning_rl.files import check_intact, read_yaml, relative
 from lightning_rl.tools.curves import RUN_FOLDER, changes

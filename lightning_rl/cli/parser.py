@@ -1,9 +1,10 @@
-"""The parser of the command line: options of a run, short help, and one message for each mistake."""
+"""The parser of the command line: options of a run, short help, and one message for each error."""
 
 from __future__ import annotations
 
 import os
 import sys
+import traceback
 from argparse import Action
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
@@ -22,11 +24,49 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore
 from lightning_rl import OnPolicyAlgorithm, RolloutDataModule  # imports all classes, so that their short names work
 from lightning_rl.callbacks.episode_recorder import RecordAs
 from lightning_rl.cli import COMMANDS, TRAINER_COMMANDS
-from lightning_rl.cli.errors import error_message
+from lightning_rl.distributed import causes
+from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.options import types_of
 from lightning_rl.tools.shipped_configs import resolve
 from lightning_rl.training.parameter_groups import Part
-from lightning_rl.validation import ConfigurationError, did_you_mean, import_class
+from lightning_rl.validation import ConfigurationError, ExplainedError, did_you_mean, import_class
+
+DEBUG = "LIGHTNING_RL_DEBUG"
+"""Environment variable that shows errors with their whole traceback."""
+_EXPLAINED = (ExplainedError, FloatingPointError, MisconfigurationException)
+# Raised for the folder of a logger, a figure or an export. A missing file needs the traceback, which says who reads it.
+_NOT_USABLE = (PermissionError, NotADirectoryError, FileExistsError)
+
+
+def error_message(error: BaseException) -> str | None:
+    """Return the message of an error; None if the user needs the traceback.
+
+    The parser wraps the errors of constructors, so the causes of an error are searched too.
+    """
+    for cause in causes(error):
+        if isinstance(cause, _EXPLAINED):
+            return str(cause) + (_place(cause) if isinstance(cause, EnvironmentFailure) else "")
+    if isinstance(error, _NOT_USABLE) and error.filename is not None:
+        return f"{error.strerror}: {str(error.filename)!r}"
+    return None
+
+
+def end_with_message(error: BaseException) -> None:
+    """End the process with one message and status 1; return if the user needs the traceback, or asked for it."""
+    if not os.environ.get(DEBUG) and (message := error_message(error)) is not None:
+        print(f"lightning-rl: error: {message}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+
+
+def _place(failure: EnvironmentFailure) -> str:
+    """Return the line in which an environment raised, in this process or in a worker process."""
+    text = "" if failure.__cause__ is None else "".join(traceback.format_tb(failure.__cause__.__traceback__))
+    # A worker reports the traceback of the environment first.
+    text = text or "".join(getattr(failure, "__notes__", [])).partition("\nThe above exception was")[0]
+    frames = [line for line in text.splitlines() if line.startswith('  File "')]
+    own = str(Path(__file__).parents[1])  # a frame of this package has found that a worker is gone
+    return f"\n{frames[-1]}" if frames and own not in frames[-1] else ""
+
 
 _BASES: dict[str, type] = {
     "model": OnPolicyAlgorithm,

@@ -29,7 +29,7 @@ from lightning_rl.environments import (
 from lightning_rl.environments.contract import LIFE_LOST, SAMPLING, TRAINING, EnvSettings, derive_seed
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked
 from lightning_rl.policies.interface import Policy, PolicyOutput, as_recurrent, tensor_conversion, to_environment
-from lightning_rl.policies.recurrent_state import RecurrentState
+from lightning_rl.policies.recurrent import RecurrentState
 from lightning_rl.policies.values import Finals, estimate
 from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
 from lightning_rl.spaces import observation_dtype

@@ -11,6 +11,7 @@ from lightning_rl.functional.losses import (
     approx_kl_k1,
     approx_kl_k2,
     approx_kl_k3,
+    better_half,
     clip_indicator,
     clipped_surrogate_loss,
     clipped_value_loss,
@@ -18,11 +19,14 @@ from lightning_rl.functional.losses import (
     explained_variance,
     huber_value_loss,
     kl_cutoff_penalty,
+    lagrangian,
     normalize_rows,
     policy_gradient_loss,
     squared_norm,
     value_cloning_loss,
     value_loss,
+    vmpo_policy_loss,
+    vmpo_temperature_loss,
 )
 from lightning_rl.functional.returns import (
     VTraceReturns,
@@ -32,7 +36,6 @@ from lightning_rl.functional.returns import (
     td_lambda_returns,
     vtrace,
 )
-from lightning_rl.functional.vmpo import better_half, lagrangian, vmpo_policy_loss, vmpo_temperature_loss
 
 __all__ = [
     "VTraceReturns",

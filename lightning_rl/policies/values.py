@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_stacked
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.interface import Policy, RecurrentPolicy
-from lightning_rl.policies.recurrent_state import RecurrentState
+from lightning_rl.policies.recurrent import RecurrentState
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 

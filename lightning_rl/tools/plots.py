@@ -15,14 +15,21 @@ from typing import Any, Literal
 import numpy as np
 
 from lightning_rl.files import relative
-from lightning_rl.tools.comparisons import (
+from lightning_rl.tools.curves import (
     Array,
+    Log,
+    Series,
+    Statistic,
+    by_experiment,
+    find_logs,
     interval,
+    joined,
     min_max_normalized,
     performance_profile,
     probability_of_improvement,
+    same_seed,
+    summarize,
 )
-from lightning_rl.tools.curves import Log, Series, Statistic, by_experiment, find_logs, joined, same_seed, summarize
 from lightning_rl.validation import ConfigurationError, as_list, check, check_positive_int, how_to_install
 
 # By Okabe and Ito, for color-blind readers.

@@ -10,8 +10,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from lightning_rl.checkpointing.atomic import LogFailure
-from lightning_rl.cli.errors import error_message
 from lightning_rl.cli.main import main
+from lightning_rl.cli.parser import error_message
 from tests.cli.test_main import SMALL
 from tests.helpers import make_data, make_model, make_trainer
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_rl.tools.comparisons import (
+from lightning_rl.tools.curves import (
     interquartile_mean,
     interval,
     min_max_normalized,

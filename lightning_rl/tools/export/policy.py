@@ -17,8 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, nested_paths, part_at
-from lightning_rl.policies.acting import acting_space
-from lightning_rl.policies.interface import as_recurrent
+from lightning_rl.policies.interface import acting_space, as_recurrent
 from lightning_rl.spaces import observation_dtype
 from lightning_rl.tools.export import onnx
 from lightning_rl.tools.export.program import (

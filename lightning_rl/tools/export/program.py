@@ -14,9 +14,8 @@ from torch.export import Dim, ExportedProgram
 
 from lightning_rl.__about__ import __version__
 from lightning_rl.nested import Nested, join, leaves, map_leaves
-from lightning_rl.policies.acting import acting_space
 from lightning_rl.policies.actor_critic import copy_to_cpu
-from lightning_rl.policies.interface import as_recurrent, tensor_conversion
+from lightning_rl.policies.interface import acting_space, as_recurrent, tensor_conversion
 from lightning_rl.spaces import sampled_observations, space_to_dict
 from lightning_rl.validation import ConfigurationError
 
