@@ -13,7 +13,8 @@ from typing import IO, Any, ClassVar, Self, get_args
 import torch
 from gymnasium import spaces
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.compile import to_uncompiled
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor, nn
 
 from lightning_rl import fast
@@ -66,7 +67,6 @@ from lightning_rl.training.checks import (
     training_device,
 )
 from lightning_rl.training.clock import RATES, RunClock, ScheduledOptions, is_bounded, planned_env_steps
-from lightning_rl.training.compilation import compile_policy_and_loss
 from lightning_rl.training.config import (
     AdvantageConfig,
     AdvantageOptions,
@@ -609,8 +609,16 @@ class OnPolicyAlgorithm(LightningModule):
         self.updating = False
         check_strategy(self.trainer.strategy)
         check_mesh(self.device_mesh)
-        compile_policy_and_loss(self, self.policy)
+        self._replace_lightnings_compilation()
         check_spaces(self, self.trainer.datamodule)  # type: ignore[attr-defined]
+
+    def _replace_lightnings_compilation(self) -> None:
+        """Let `torch.compile(model)` select the compiled engine: Lightning would compile loggers and NumPy too."""
+        with suppress(ValueError):  # the model is not compiled
+            to_uncompiled(self)
+            self.options["debug.fast_paths"] = "compiled"
+            self.policy.fast_paths = "compiled"  # type: ignore[assignment]
+            rank_zero_warn("torch.compile(model): its options have no effect; it selects debug.fast_paths: compiled")
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Raise a `ConfigurationError` if an option does not suit the Trainer or the shape `(T, B)` of rollouts."""

@@ -39,6 +39,8 @@ _WIDTH = 256  # of the features that the predictor predicts
 class CuriousActorCritic(ActorCritic):
     """An actor-critic with a head for intrinsic values, a fixed random target network and its predictor."""
 
+    values_are_intrinsic = False
+
     def __init__(self, space: spaces.Space[Any], action_space: spaces.Space[Any], **options: Any) -> None:  # noqa: ANN401
         super().__init__(space, action_space, **options)
         self.value_intrinsic_head = HeadLinear(self.value_head.in_features, 1, gain=1.0)
@@ -63,8 +65,14 @@ class CuriousActorCritic(ActorCritic):
     def with_intrinsic_value(self) -> CuriousActorCritic:
         """Return a policy on the same parameters whose value is the intrinsic one."""
         view = copy.copy(self)
-        view._modules = {**self._modules, "value_head": self.value_intrinsic_head}
+        view.values_are_intrinsic = True
         return view
+
+    def value_of(self, features: Tensor) -> Tensor:
+        """Return the extrinsic value, or the intrinsic one of `with_intrinsic_value`."""
+        if self.values_are_intrinsic:
+            return self._from_head(self.value_intrinsic_head, features)
+        return super().value_of(features)
 
     def novelty(self, observations: Nested) -> Tensor:
         """Return the mean squared error of the predictor, `[N]`, for observations `[N, *shape]`."""

@@ -21,9 +21,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from torch import Tensor
 
 from lightning_rl.distributed import world_size
-from lightning_rl.fast.capture import Capture, ComputedLoss, Graph
 from lightning_rl.fast.flat_adam import FlatAdam, Vectors
-from lightning_rl.fast.programs import Gradient, GradientProgram, StepProgram, StepResult, StepState, constants_of
+from lightning_rl.fast.programs import (
+    Capture,
+    Gradient,
+    GradientProgram,
+    Graph,
+    KnownLoss,
+    StepProgram,
+    StepResult,
+    StepState,
+    constants_of,
+)
 from lightning_rl.nested import leaves
 from lightning_rl.rollouts.batch import Batch
 
@@ -133,15 +142,14 @@ class CompiledLosses:
         self._bind(loss_of, batch, signature, used, groups, tensors)
         return used.result
 
-    def loss(self, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> ComputedLoss | None:  # noqa: ANN401
+    def loss(self, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> KnownLoss | None:  # noqa: ANN401
         """Return the loss over a minibatch with its gradients; None if the loss cannot be compiled."""
         if self._key(loss_of) in self._failed:
             return None
         signature = self._signature(loss_of, batch, (GradientProgram, part, None))
         if (binding := self._fitted(signature, batch)) is not None:
-            graph, program = binding.graph, cast(GradientProgram, binding.program)
-            inputs = binding.inputs
-            return ComputedLoss(graph.outline(inputs, program(inputs)), program.gradient.parameters, program.gradients)
+            program = cast(GradientProgram, binding.program)
+            return program.known_loss(binding.inputs, program(binding.inputs))
         self._binding = None
         outputs: Sequence[Tensor] = ()
 
@@ -157,9 +165,8 @@ class CompiledLosses:
         if used is None:
             return None
         program = cast(GradientProgram, used.programs[None])
-        made = ComputedLoss(used.outline(used.inputs, outputs), program.gradient.parameters, program.gradients)
         self._bind(loss_of, batch, signature, program, [], [])
-        return made
+        return program.known_loss(used.inputs, outputs)
 
     def _guarded(
         self,
@@ -180,11 +187,11 @@ class CompiledLosses:
             batch = self._with_tensor_as_weight(batch)
         try:
             with self._tensors_as_scheduled_options():
-                outline = capture(batch)
+                loss = capture(batch)
                 while (graph := cast(Graph, capture.graph)).gradient is None:
-                    graph.understand(outline)
+                    graph.understand(loss)
                     graph.gradient = Gradient(graph, [x for x in self._model.parameters() if x.requires_grad])
-                    outline = capture(batch)
+                    loss = capture(batch)
                 if not graph.has_side_effects:
                     compute(graph)
         except Exception as error:
@@ -304,8 +311,11 @@ def _vectors(steps: Any) -> list[list[Vectors]] | None:  # noqa: ANN401
     found = []
     for optimizer in steps.optimizers:
         raw = optimizer.optimizer
-        vectors = raw.all_vectors() if isinstance(raw, FlatAdam) else None
-        if vectors is None:
+        if not isinstance(raw, FlatAdam) or raw.is_watched:
+            return None
+        for parameter in (x for group in raw.param_groups for x in group["params"] if x.grad is None):
+            parameter.grad = torch.zeros_like(parameter)
+        if not (vectors := raw.vectors()):
             return None
         found.append(vectors)
     return found

@@ -12,16 +12,15 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_rl.distributed import world_size
-from lightning_rl.fast.capture import ComputedLoss
 from lightning_rl.fast.compiled import CompiledLosses, compiler_problem
 from lightning_rl.fast.flat_adam import FlatAdam
 from lightning_rl.fast.numpy_mlp import needs_autograd, overridden
 from lightning_rl.fast.ppo import PPOLoss
-from lightning_rl.fast.programs import StepResult
+from lightning_rl.fast.programs import KnownLoss, StepResult
 
 _Loss = TypeVar("_Loss", bound=Callable[..., Any])
 _MARK = "closed_form"
@@ -58,7 +57,7 @@ class FastEngine:
 
     def __init__(self, closed_form: PPOLoss | None = None) -> None:
         self.closed_form = closed_form
-        self._known: ComputedLoss | None = None
+        self._gradients: list[tuple[nn.Parameter, Tensor]] | None = None
 
     def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> StepResult | None:  # noqa: ANN401
         """Return None: this engine has no program for a whole step."""
@@ -66,26 +65,29 @@ class FastEngine:
 
     def loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> Any:  # noqa: ANN401
         """Return the loss over a minibatch, whose `total` is for `backward`."""
-        self._known = None
-        if self.closed_form is not None and part is None and loss_of == model.loss:
-            self._known = self.closed_form(batch)
-        return loss_of(batch) if self._known is None else self._known
+        known = self.known_loss(model, loss_of, batch, part)
+        loss, self._gradients = (loss_of(batch), None) if known is None else known
+        return loss
+
+    def known_loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> KnownLoss | None:  # noqa: ANN401
+        """Return the loss with its gradients; None if autograd has to compute them."""
+        has_form = self.closed_form is not None and part is None and loss_of == model.loss
+        return self.closed_form(batch) if has_form else None  # type: ignore[misc]
 
     def backward(self, model: LightningModule, total: Tensor) -> None:
-        """Compute the gradient of a loss."""
-        known, self._known = self._known, None
-        if known is None or known.total is not total:
-            total.backward()  # type: ignore[no-untyped-call]
-            return
-        for parameter, gradient in zip(known.parameters, known.gradients, strict=True):
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        """Compute the gradient of the last loss."""
+        if self._gradients is None:
+            self.use_autograd(model, total)
+        for parameter, gradient in self._gradients or ():
+            parameter.grad = gradient
+
+    def use_autograd(self, model: LightningModule, total: Tensor) -> None:
+        total.backward()  # type: ignore[no-untyped-call]
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Return all gradients of an optimizer; `FlatAdam` has one tensor per parameter group."""
-        if isinstance(optimizer, FlatAdam):
-            tensors = optimizer.vectors()
-        else:
-            tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        tensors = [vectors.values for vectors in optimizer.vectors()] if isinstance(optimizer, FlatAdam) else []
+        tensors = tensors or [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return [tensor.grad for tensor in tensors if tensor.grad is not None]
 
     def step(self, model: LightningModule, optimizer: LightningOptimizer, counts: bool) -> None:
@@ -122,23 +124,17 @@ class CompiledEngine(FastEngine):
             progress.increment_completed()
         return result
 
-    def loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> Any:  # noqa: ANN401
-        self._known = self.losses.loss(loss_of, batch, part)
-        return loss_of(batch) if self._known is None else self._known
+    def known_loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> KnownLoss | None:  # noqa: ANN401
+        return self.losses.loss(loss_of, batch, part)
 
-    def backward(self, model: LightningModule, total: Tensor) -> None:
-        """Set the gradients of this rank; autograd computes them for losses that are not compiled."""
-        known, self._known = self._known, None
-        if known is not None:
-            gradients = zip(known.parameters, known.gradients, strict=True)
-        elif world_size() == 1:
+    def use_autograd(self, model: LightningModule, total: Tensor) -> None:
+        if world_size() == 1:
             model.manual_backward(total)
             return
-        else:
-            # Without the hooks of DDP, because another rank may run the compiled loss at the same time.
-            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            gradients = zip(parameters, torch.autograd.grad(total, parameters, allow_unused=True), strict=True)
-        for parameter, gradient in gradients:
+        # Without the hooks of DDP, because another rank may run the compiled loss at the same time.
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        found = torch.autograd.grad(total, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, found, strict=True):
             parameter.grad = gradient
 
 
@@ -177,8 +173,6 @@ def why_not(model: Any) -> str | None:  # noqa: ANN401
     if fast_paths == "none":
         return "debug.fast_paths is none"
     # Lightning stores a compiled training step in the instance.
-    if torch.compiler.is_compiling() or "training_step" in vars(model):
-        return "the training step is compiled or replaced"
     if torch.is_anomaly_enabled():
         return "anomaly detection is on"
     if model.device_mesh is not None:

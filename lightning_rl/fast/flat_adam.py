@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -37,12 +38,11 @@ class FlatAdam(Adam):
     time. Parameters and moments become views of the vectors. The state dict has Adam's format, so that either class
     loads state of the other.
 
-    Adam's own step is used for groups that are not `fused`, have more than 2**18 entries, mix dtypes or devices, or
-    contain parameters without a gradient. The arguments are Adam's.
+    Adam's own step is used if a group is not `fused`, has more than 2**18 entries, mixes dtypes or devices, or contains
+    parameters without a gradient. The arguments are Adam's.
     """
 
-    _laid_out: dict[int, Vectors | None] | None = None  # by id of the group; None: Adam's own step
-
+    _vectors: list[Vectors] | None = None  # one per group; [] if Adam takes the steps, None if not known yet
     _has_step_hooks = False
 
     def register_step_pre_hook(self, hook: Any) -> RemovableHandle:  # noqa: ANN401 - a type that is private to PyTorch
@@ -53,44 +53,48 @@ class FlatAdam(Adam):
         self._has_step_hooks = True
         return super().register_step_post_hook(hook)
 
-    def vectors(self) -> list[Tensor]:
-        """Return tensors whose `grad` together hold all gradients: one vector per group, or the group's parameters.
+    @property
+    def is_watched(self) -> bool:
+        """Whether hooks or a scheduler, which replaces `step` to count, need a call of `step`."""
+        hooks = (self._has_step_hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+        return any(hooks) or "step" in vars(self)
+
+    def vectors(self) -> list[Vectors]:
+        """Return the vectors of all groups with the current gradients; an empty list if Adam takes the step itself.
 
         The next step uses these gradients; clip or scale them in place after the backward pass.
         """
-        found: list[Tensor] = []
-        for group in self.param_groups:
-            vectors = self._vectors_of(group)
-            own = group["params"] if vectors is None else [vectors.values]
-            found += [tensor for tensor in own if tensor.grad is not None]
+        found = self._vectors
+        if found is None or not all(vectors.gather(self) for vectors in found):
+            suited = all(map(self._can_lay_out, self.param_groups))
+            found = [Vectors(self, group) for group in self.param_groups] if suited else []
+            if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
+                self._vectors = found
         return found
 
-    def all_vectors(self) -> list[Vectors] | None:
-        """Return the vectors of all groups, with the parameters' gradients as views; None if a group has no vectors."""
-        if self._is_watched():
-            return None
-        found: list[Vectors] = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            vectors = self._vectors_of(group)
-            if vectors is None:
-                return None
-            found.append(vectors)
-        return found
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
+        """Take a step; return the result of `closure`, which computes loss and gradients again."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not (found := self.vectors()):
+            inspect.unwrap(Adam.step)(self)  # the wrapper of `Adam.step` would call the hooks once more
+        for vectors in found:
+            vectors.take_step(self)
+        return loss
 
     def step_alone(self) -> None:
         """Take a step without the profiling and hooks of `step()`, which take longer than the step of a small network.
 
         Calls `step()` if the optimizer has hooks. Call `vectors` before, and only change their gradients in between.
         """
-        found = [(self._laid_out or {}).get(id(group)) for group in self.param_groups]
-        ready = [vectors for vectors in found if vectors is not None and vectors.have_gradients()]
-        if len(ready) < len(found) or self._is_watched():
+        found = self._vectors
+        if not found or self.is_watched or not all(vectors.have_gradients() for vectors in found):
             self.step()
             return
-        for vectors in ready:
+        for vectors in found:
             vectors.take_step(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -103,37 +107,7 @@ class FlatAdam(Adam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._laid_out = None  # the vectors hold the previous state
-
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """Take the step of a group with vectors, and give Adam nothing to do; leave other groups to Adam.
-
-        Overrides a private method of PyTorch, because an override of `step` would run the hooks twice.
-        """
-        vectors = self._vectors_of(group)
-        if vectors is None:
-            return super()._init_group(group, *lists)  # type: ignore[no-any-return, no-untyped-call]
-        vectors.take_step(self)
-        return False
-
-    def _is_watched(self) -> bool:
-        """Whether hooks or a scheduler, which replaces `step` to count, need a call of `step`."""
-        hooks = (self._has_step_hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-        return any(hooks) or "step" in vars(self)
-
-    def _vectors_of(self, group: dict[str, Any]) -> Vectors | None:
-        """Return the vectors of a group with the current gradients; None if the group has no vectors."""
-        if self._laid_out is None:
-            self._laid_out = {}
-        key = id(group)
-        if key in self._laid_out:
-            vectors = self._laid_out[key]
-            if vectors is None or vectors.gather(self):
-                return vectors
-        vectors = Vectors(self, group) if self._can_lay_out(group) else None
-        if any(parameter.grad is not None for parameter in group["params"]):
-            self._laid_out[key] = vectors
-        return vectors
+        self._vectors = None  # they hold the previous state
 
     def _can_lay_out(self, group: dict[str, Any]) -> bool:
         parameters: list[Tensor] = group["params"]
@@ -162,6 +136,7 @@ class Vectors:
         values: Vector of the parameters; `values.grad` is the vector of the gradients.
         exp_avg: Vector of the first moments.
         exp_avg_sq: Vector of the second moments.
+        paddings: Number of zeros after each parameter in the vectors.
         steps: Number of steps, one equal entry per parameter.
     """
 
@@ -172,6 +147,7 @@ class Vectors:
         alignment = _ALIGNMENT_BYTES // first.element_size()
         sizes = [-(-parameter.numel() // alignment) * alignment for parameter in self.parameters]
         self.begins = [0, *itertools.accumulate(sizes)]
+        self.paddings = [size - parameter.numel() for size, parameter in zip(sizes, self.parameters, strict=True)]
         states = [optimizer.state[parameter] for parameter in self.parameters]
         self.values, values = self._side_by_side([parameter.detach() for parameter in self.parameters])
         self.exp_avg, self._moments = self._side_by_side([state.get("exp_avg") for state in states])
@@ -217,10 +193,8 @@ class Vectors:
             assert self.values.grad is not None
             # Clipping non-finite gradients also writes NaN into the padding.
             self.values.grad.zero_()
-            # Private to PyTorch: one kernel instead of one per gradient.
-            torch._foreach_copy_(self._gradients, [cast(Tensor, parameter.grad) for parameter in self.parameters])
             for parameter, view in zip(self.parameters, self._gradients, strict=True):
-                parameter.grad = view
+                parameter.grad = view.copy_(cast(Tensor, parameter.grad))
         return True
 
     def have_gradients(self) -> bool:

@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from lightning_rl.fast.capture import ComputedLoss, Outline
 from lightning_rl.fast.numpy_mlp import (
     Array,
     NumpyMLP,
@@ -24,6 +23,7 @@ from lightning_rl.fast.numpy_mlp import (
     overridden,
     tanh_parameters,
 )
+from lightning_rl.fast.programs import ComputedLoss, KnownLoss
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions.continuous import LOG_2PI
 from lightning_rl.policies.networks.mlp import MLPEncoder
@@ -90,7 +90,7 @@ class PPOLoss:
         made = cls(model, actor, [*critic, *last], log_std(policy))
         return _why_unsuited(made.parameters) or made
 
-    def __call__(self, batch: Batch) -> ComputedLoss | None:
+    def __call__(self, batch: Batch) -> KnownLoss | None:
         """Return the loss over a minibatch with its gradients; None for masks, sequences or other dtypes."""
         model = self.model
         x, actions = self._prepare(batch.observations) if batch.is_plain else None, batch.actions
@@ -120,18 +120,15 @@ class PPOLoss:
             named = [policy_loss, entropy, value_loss, sum(summands), *observed]
             recorded, terms = (torch.from_numpy(np.array(numbers, of_values.dtype)) for numbers in (named, summands))
         limits = {} if model.target_kl is None else {"approx_kl": 1.5 * model.target_kl}
-        outline = Outline(
-            names=_NAMES,
-            observed=_OBSERVED,
-            limit_names=tuple(limits),
-            has_value=True,
+        loss = ComputedLoss(
+            recorded=(_NAMES, recorded, _OBSERVED),
             total=recorded[_NAMES.index("loss")],
-            values=recorded,
             terms=terms,
-            log_ratios=torch.from_numpy(log_ratios),
-            limits=[*limits.values()],
+            first_log_ratios=torch.from_numpy(log_ratios),
+            limits=limits,
+            has_value=True,
         )
-        return ComputedLoss(outline, self.parameters, gradients)
+        return loss, [*zip(self.parameters, gradients, strict=True)]
 
     def _policy_part(self, log_ratios: Array, advantages: Array, weight: float) -> tuple[Any, Array, tuple[Any, ...]]:
         """Return the clipped surrogate loss (Schulman et al. 2017, equation 7) and its gradient, `[N]`.

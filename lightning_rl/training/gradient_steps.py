@@ -197,7 +197,7 @@ class GradientSteps:
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss = self.engine.loss(self.model, loss_of, batch, self.part)
-        if not hasattr(loss, "recorded"):
+        if not hasattr(loss, "terms"):
             raise TypeError(f"{name} returned {type(loss).__name__}: expected the Loss that self.new_loss returns")
         self._has_value |= loss.has_value
         total = self.record_loss(loss)
@@ -245,16 +245,16 @@ class GradientSteps:
 
     def _record_step(self, step: Any, batch: Any, name: str) -> None:  # noqa: ANN401 - a `StepResult`
         record = self.record
-        record.add_together(step.names, step.values, step.observed)
+        record.add_together(*step.recorded)
         record.is_open, record.finite, record.num_updates = step.state
         self._has_value |= step.has_value
-        if step.log_ratios is not None:
-            self.observe_first_ratios(step.log_ratios)
+        if step.first_log_ratios is not None:
+            self.observe_first_ratios(step.first_log_ratios)
         self._check_finite(batch, name)
 
     def record_loss(self, loss: Loss) -> Tensor:
         """Record the terms of a loss, stop the updates if a limit is exceeded, and return the total."""
-        self.record.add_together(*loss.recorded())
+        self.record.add_together(*loss.recorded)
         if len(loss.terms):
             self.record.add_absolute("total_abs_loss", torch.stack([term.detach() for term in loss.terms]))
         if loss.first_log_ratios is not None:
@@ -523,7 +523,7 @@ def _scaler(trainer: Trainer) -> torch.amp.GradScaler | None:
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
     """Return the global norm of one or more gradients, some of which may be sharded over ranks."""
-    if any(map(is_sharded, gradients)):
+    if world_size() > 1 and any(map(is_sharded, gradients)):
         sharded = whole(nn.utils.get_total_norm([x for x in gradients if is_sharded(x)]))
         gradients = [sharded, *(x for x in gradients if not is_sharded(x))]
     one = len(gradients) == 1
@@ -578,7 +578,8 @@ def snapshot(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
 
 
 def _is_within_limits(loss: Loss) -> Tensor:
-    within = (average(loss.observed[name]) <= limit for name, limit in loss.limits.items())
+    names, values, _ = loss.recorded
+    within = (average(values[names.index(name)]) <= limit for name, limit in loss.limits.items())
     return functools.reduce(operator.and_, within)
 
 

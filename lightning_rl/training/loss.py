@@ -177,10 +177,11 @@ class Loss:
                 raise ValueError(f"stop_above: {name!r} is not observed: expected one of {', '.join(self.observed)}")
             self.limits[name] = limit
 
+    @property
     def recorded(self) -> tuple[tuple[str, ...], Tensor, Collection[str]]:
-        """Return names and values of all recorded numbers, and the names that may be NaN or infinite."""
+        """Names and values of all recorded numbers, and the names of those that may be NaN or infinite."""
         everything = self.metrics | {"loss": self.total.detach()} | self.observed
-        return tuple(everything), torch.stack([*everything.values()]), self.observed
+        return tuple(everything), torch.stack([*everything.values()]), tuple(self.observed)
 
     def _mean(self, name: str, rows: Tensor, batch: Batch | None) -> Tensor:
         own = self._rows(batch)

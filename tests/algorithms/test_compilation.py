@@ -1,16 +1,16 @@
 """`torch.compile(model)` before a run, as Lightning documents it."""
 
+import logging
 import shutil
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.utils import counters
 
-from lightning_rl import PPO
-from lightning_rl.rollouts.batch import Batch
-from lightning_rl.training.loss import Loss
+from lightning_rl import PPO, fast
+from lightning_rl.training.engine import EagerEngine
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
+
+SELECTS = r"torch.compile\(model\): its options have no effect; it selects debug.fast_paths: compiled"
 
 
 def assert_close(model: PPO, other: PPO) -> None:
@@ -19,59 +19,46 @@ def assert_close(model: PPO, other: PPO) -> None:
         torch.testing.assert_close(parameter.detach(), expected[name], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
-def test_a_compiled_model_learns_the_same_and_compiles_policy_and_loss_alone(env_id, tmp_path):
-    """Trace like the compiler, but run the graph without one."""
-    data = make_data(env_id)
+def test_a_compiled_model_learns_the_same_with_the_compiled_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr(fast.programs, "compiled", lambda function, *_: function)  # compiling takes seconds
+    torch.compiler.reset()
+    data = make_data()
     expected = make_model(data)
     make_trainer().fit(expected, data)
-
-    torch._dynamo.reset()
-    counters.clear()
-    data = make_data(env_id)
+    data = make_data()
     model = make_model(data)
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(model, backend=counter)
-    trainer = make_trainer(limit_val_batches=1)
-    trainer.fit(compiled, data)
-    assert counter.frame_count == 1 and not counters["graph_break"]
+    compiled, trainer = torch.compile(model), make_trainer(limit_val_batches=1)
+    with pytest.warns(UserWarning, match=SELECTS):
+        trainer.fit(compiled, data)
+    assert isinstance(model.steps.engine, fast.CompiledEngine) and not model.steps.engine.losses.has_failed
     assert model.policy_version == 2
     assert_close(model, expected)
 
-    trainer.test(compiled, data, verbose=False)
-    assert len(trainer.predict(compiled, data)[0]) == 2
-    assert counter.frame_count == 1
+    with pytest.warns(UserWarning, match=SELECTS):
+        trainer.test(compiled, data, verbose=False)
+    with pytest.warns(UserWarning, match=SELECTS):
+        assert len(trainer.predict(compiled, data)[0]) == 2
     trainer.save_checkpoint(tmp_path / "model.ckpt")
     assert_equal_parameters(PPO.load_from_checkpoint(tmp_path / "model.ckpt"), parameters_of(model))
 
 
-class Traced(PPO):
-    """Records whether the compiler traces the loss."""
-
-    traced = False
-
-    def loss(self, batch: Batch) -> Loss:
-        self.traced = torch.compiler.is_compiling()
-        return super().loss(batch)
-
-
-def test_the_loss_is_compiled_too():
-    torch._dynamo.reset()
-    data = make_data()
-    model = Traced(**make_model(data).hparams)
-    make_trainer().fit(torch.compile(model, backend="eager"), data)
-    assert model.traced and model.policy_version == 2
-
-
-def test_compiling_a_recurrent_policy_logs_that_it_is_not_compiled():
-    torch._dynamo.reset()
+def test_the_log_says_that_a_recurrent_policy_is_not_compiled(caplog):
     data = make_data()
     model = make_model(data, policy={"memory": "lstm"})
-    counter = CompileCounterWithBackend("eager")
-    with pytest.warns(UserWarning, match=r"torch.compile\(model\): the policy has memory and is not compiled"):
-        make_trainer().fit(torch.compile(model, backend=counter), data)
+    with (
+        caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"),
+        pytest.warns(UserWarning, match=SELECTS),
+    ):
+        make_trainer().fit(torch.compile(model), data)
+    assert "with autograd: the policy has memory" in caplog.text
     assert model.policy_version == 2
-    assert counter.frame_count == 0
+
+
+def test_models_that_are_not_compiled_are_left_alone():
+    data = make_data()
+    model = make_model(data, debug={"fast_paths": "none"})
+    make_trainer().fit(model, data)
+    assert isinstance(model.steps.engine, EagerEngine) and model.options["debug.fast_paths"] == "none"
 
 
 @pytest.mark.slow

@@ -143,15 +143,6 @@ def test_overridden_hooks_disable_the_fast_engine(case, caplog):
     assert lines(caplog) == [f"{cls.__name__} updates by plain PyTorch and Lightning: {reason}"]
 
 
-def test_compiled_training_step_disables_the_fast_engine():
-    data = make_data()
-    model = make_model(data)
-    model.trainer = make_trainer()
-    assert fast.engine_for(model) is not None
-    model.training_step = lambda *args: PPO.training_step(model, *args)
-    assert fast.engine_for(model) is None
-
-
 def test_engine_is_logged_only_when_it_changes(caplog):
     data = make_data()
     model = make_model(data)

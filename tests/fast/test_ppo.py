@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from lightning_rl import PPO
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.ppo import READ_BY_LOSS
-from lightning_rl.fast.capture import ComputedLoss
 from lightning_rl.fast.engine import closed_form_of
 from lightning_rl.fast.ppo import PPOLoss
+from lightning_rl.fast.programs import KnownLoss
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions.discrete import CategoricalHead
 from lightning_rl.rollouts.batch import Batch
@@ -61,12 +62,16 @@ def closed_form(model: PPO) -> PPOLoss:
     return form
 
 
-def fast_loss(model: PPO, batch: Batch) -> ComputedLoss | None:
+def fast_loss(model: PPO, batch: Batch) -> Any:
+    """The parts of the loss as attributes, with `parameters` and `gradients`; None if autograd computes it."""
     form = closed_form_of(model)
-    return None if isinstance(form, str) else form(batch)
+    if isinstance(form, str) or (known := form(batch)) is None:
+        return None
+    parameters, gradients = zip(*known[1], strict=True)
+    return SimpleNamespace(**known[0]._asdict(), parameters=parameters, gradients=gradients)
 
 
-def in_order(known: ComputedLoss, model: PPO) -> list[Tensor]:
+def in_order(known: Any, model: PPO) -> list[Tensor]:
     """The gradients in the order of the model's parameters."""
     by_parameter = {id(p): gradient for p, gradient in zip(known.parameters, known.gradients, strict=True)}
     return [by_parameter[id(parameter)] for parameter in model.parameters()]
@@ -454,7 +459,7 @@ class Counted:
         self.count = 0
         compute = PPOLoss.__call__
 
-        def counted(fast: PPOLoss, batch: Batch) -> ComputedLoss | None:
+        def counted(fast: PPOLoss, batch: Batch) -> KnownLoss | None:
             known = compute(fast, batch) if works else None
             self.count += known is not None
             return known
