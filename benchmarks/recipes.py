@@ -1,7 +1,7 @@
 """Commands that must run before a shipped configuration that starts from the output of other runs.
 
-They are the commands of `docs/algorithms/behaviourcloning.md`, from recorded episodes to reinforcement learning. All of
-them, and then the configuration, run in one folder with one seed.
+They are the commands of `docs/algorithms/behaviourcloning.md` and `docs/algorithms/distillation.md`. All of them, and
+then the configuration, run in one folder with one seed.
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ RECIPES = {
         before=(*_RECORDED, "lightning-rl fit --config behaviour_cloning/cartpole"),
         arguments=("--init_from", "runs/behaviourcloning/CartPole-v1/version_0/checkpoints/last.ckpt"),
         logged=("critic_pretraining/value_loss", "critic_pretraining/explained_variance"),
+    ),
+    "distillation/cartpole": Recipe(
+        before=(
+            "lightning-rl fit --config ppo/cartpole --trainer.default_root_dir runs/teacher --data.env.wrappers"
+            " '[{class_path: lightning_rl.environments.SplitObservation,"
+            " init_args: {parts: {position: [0, 2], velocity: [1, 3]}}}]'",
+        ),
     ),
 }
 """By the name of the configuration; one that is not here needs nothing."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -261,9 +262,13 @@ def _markdown(table: Sequence[Sequence[str]]) -> str:
 
 
 def normalized(found: Sequence[Row]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the scores of each seed with 0 for random actions and 1 for the published mean."""
+    """Return the scores of each seed with 0 for random actions and 1 for the published mean.
+
+    Rows without a better published score than random actions are left out.
+    """
     low = json.loads(RANDOM.read_text())
-    shown = [row for row in found if len(row.values) >= 3 and row.name in low and not row.has_more_steps]
+    shown = [row for row in found if len(row.values) >= 3 and row.mean > low.get(row.name, math.inf)]
+    shown = [row for row in shown if not row.has_more_steps]
     return {row.name: (np.array(row.values) - low[row.name]) / (row.mean - low[row.name]) for row in shown}
 
 
