@@ -368,8 +368,8 @@ def test_shipped_results_reach_their_goals_with_every_seed():
             assert result["overrides"] == []
 
 
-def test_cartpole_results_are_of_five_seeds():
-    assert len(table.load_scores()["ppo/cartpole"]) == 5
+def test_cartpole_results_are_of_ten_seeds():
+    assert len(table.load_scores()["ppo/cartpole"]) == 10
 
 
 def all_options(part):
