@@ -12,8 +12,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_rl.callbacks.env_steps import EnvStepWriter
 from lightning_rl.nested import Nested
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.tools.export import FOLDER_PATTERN, METADATA, PROGRAMS, ExportFormat, export_policy
-from lightning_rl.tools.export.policy import check_exportable, check_options, first_steps
+from lightning_rl.tools.export import (
+    FOLDER_PATTERN,
+    METADATA,
+    PROGRAMS,
+    ExportFormat,
+    check_exportable,
+    check_options,
+    export_policy,
+    first_steps,
+)
 from lightning_rl.validation import check, is_int
 
 

@@ -24,7 +24,7 @@ from lightning_rl.environments.contract import TESTING
 from lightning_rl.files import check_intact, read_yaml, relative
 from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.options import nested
-from lightning_rl.tools.export.policy import (
+from lightning_rl.tools.export import (
     FOLDER_PATTERN,
     PROGRAMS,
     TOLERANCE,

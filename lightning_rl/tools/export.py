@@ -1,8 +1,9 @@
-"""Writes a policy into a folder as programs that are checked against the policy."""
+"""Exports policies as programs that run without this package, checked against the policy."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import warnings
@@ -15,20 +16,15 @@ import torch
 from gymnasium import spaces
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
 
-from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, nested_paths, part_at
-from lightning_rl.policies.interface import acting_space, as_recurrent
-from lightning_rl.spaces import observation_dtype
-from lightning_rl.tools.export import onnx
-from lightning_rl.tools.export.program import (
-    DeployedPolicy,
-    deploy,
-    describe,
-    example_inputs,
-    example_observations,
-    export_program,
-)
-from lightning_rl.validation import ExplainedError, check, check_can_make
+from lightning_rl.__about__ import __version__
+from lightning_rl.nested import Nested, first_leaf, join, leaves, map_leaves, nested_paths, part_at
+from lightning_rl.policies.actor_critic import copy_to_cpu
+from lightning_rl.policies.interface import acting_space, as_recurrent, tensor_conversion
+from lightning_rl.spaces import observation_dtype, sampled_observations, space_to_dict
+from lightning_rl.tools import onnx
+from lightning_rl.validation import ConfigurationError, ExplainedError, check, check_can_make
 
 ExportFormat = Literal["torch_export", "onnx"]
 """`torch_export` programs need PyTorch, `onnx` models any ONNX runtime."""
@@ -40,9 +36,146 @@ PROGRAMS: tuple[ProgramName, ...] = get_args(ProgramName)
 FOLDER_PATTERN = "step={}"
 """Folder name of one of several exports, with the environment steps."""
 TOLERANCE = 1e-5
-"""Maximum difference between a program and the policy: absolute up to 1, relative above."""
+"""Maximum absolute plus relative difference between a program and the policy."""
 _SUFFIXES: dict[ExportFormat, str] = {"torch_export": ".pt2", "onnx": ".onnx"}
 _MAX_STEPS = _MAX_ROWS = 8
+
+
+FORMAT = 2
+"""Format of the description; every change to its content needs the next number."""
+
+
+class DeployedPolicy(nn.Module):
+    """A policy on the CPU that maps observations to actions for the environment.
+
+    Without `deterministic`, PyTorch's global generator samples the actions.
+    """
+
+    def __init__(self, policy: nn.Module, action_space: spaces.Space[Any], deterministic: bool) -> None:
+        super().__init__()
+        self.policy = policy
+        self.deterministic = deterministic
+        self._to_environment = tensor_conversion(action_space, torch.device("cpu"))
+
+    def forward(self, observations: Nested, memory: Nested | None = None) -> Nested:
+        """Return actions `[B, ...]` for observations `[B, *shape]`; with memory, a pair of actions and the next memory.
+
+        The recurrent state is zeros at the start of an episode, then the state that the last call returned.
+        """
+        policy: Any = self.policy
+        acting = {} if memory is None else {"memory": memory}
+        output = policy.act(observations, deterministic=self.deterministic, **acting)
+        actions = self._to_environment(output.environment_action)
+        return actions if memory is None else (actions, output.memory)
+
+
+def deploy(policy: nn.Module, action_space: spaces.Space[Any], deterministic: bool) -> DeployedPolicy:
+    """Return a `DeployedPolicy` with a copy of a policy on the CPU, without gradients."""
+    return DeployedPolicy(copy_to_cpu(policy).eval().requires_grad_(False), action_space, deterministic)
+
+
+def example_observations(policy: nn.Module, observation_space: spaces.Space[Any], seed: int = 0) -> Nested:
+    """Return two rows of sampled observations, with masks that allow all actions."""
+    space = acting_space(policy, observation_space)
+    return sampled_observations(space, next(policy.parameters()).dtype, num_rows=2, seed=seed)
+
+
+def example_inputs(policy: nn.Module, observation_space: spaces.Space[Any]) -> tuple[Nested, ...]:
+    """Return two rows of inputs for a `DeployedPolicy`: observations and, if the policy is recurrent, its memory."""
+    observations = example_observations(policy, observation_space)
+    recurrent = as_recurrent(policy)
+    return (observations,) if recurrent is None else (observations, recurrent.initial_memory(2, critic=False))
+
+
+def export_program(
+    policy: nn.Module,
+    observation_space: spaces.Space[Any],
+    action_space: spaces.Space[Any],
+    deterministic: bool = True,
+) -> ExportedProgram:
+    """Return a policy as a `torch.export` program for any number of rows on the CPU.
+
+    `torch.export.save` writes it. `torch.export.load(path).module()` is called like `DeployedPolicy` and only needs
+    PyTorch. A policy that PyTorch cannot export raises a `ConfigurationError`.
+    """
+    deployed = deploy(policy, action_space, deterministic)
+    inputs = example_inputs(deployed.policy, observation_space)
+    shapes = map_leaves(lambda x: {0: Dim("batch", min=1)}, inputs)
+    with torch.no_grad():
+        # Distributions make their constants in the first call, which must not be traced.
+        DeployedPolicy(deployed.policy, action_space, deterministic=True)(*inputs)
+        try:
+            return torch.export.export(deployed, inputs, dynamic_shapes=shapes)
+        except Exception as error:
+            raise ConfigurationError(
+                f"policy={type(policy).__name__} cannot be exported: expected one that torch.export can trace; "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def input_names(inputs: tuple[Nested, ...]) -> tuple[Nested, ...]:
+    """Return a name for each input: `observation`, or `observation.arm.0` in nested ones, and `memory`."""
+    return tuple(_names(x, name) for x, name in zip(inputs, ("observation", "memory"), strict=False))
+
+
+def output_names(output: Nested, has_memory: bool) -> Nested:
+    """Return a name for each output: `action`, or `action.arm.0` in nested ones, and `next_memory`."""
+    if not has_memory:
+        return _names(output, "action")
+    return _names(output[0], "action"), _names(output[1], "next_memory")
+
+
+def _names(x: Nested, name: str) -> Nested:
+    if isinstance(x, dict):
+        return {key: _names(part, join(name, key)) for key, part in x.items()}
+    if isinstance(x, tuple):
+        return tuple(_names(part, join(name, index)) for index, part in enumerate(x))
+    return name
+
+
+@torch.no_grad()
+def describe(
+    model: LightningModule, env_id: str | None = None, score: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return a description of an exported policy for a JSON file."""
+    algorithm: Any = model
+    policy = copy_to_cpu(algorithm.policy)
+    inputs = example_inputs(policy, algorithm.observation_space)
+    observations, *memory = inputs
+    output = DeployedPolicy(policy, algorithm.action_space, deterministic=True)(*inputs)
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "torch": str(torch.__version__),
+        "algorithm": type(model).__name__,
+        "env_id": env_id,
+        "env_steps": algorithm.env_steps,
+        "score": None if score is None else dict(score),
+        "observation_space": _finite(space_to_dict(acting_space(policy, algorithm.observation_space))),
+        "action_space": _finite(space_to_dict(algorithm.action_space)),
+        "observations": map_leaves(_describe_row, observations),
+        "memory": map_leaves(_describe_row, memory[0]) if memory else None,
+        "inputs": _describe_named(input_names(inputs), inputs),
+        "outputs": _describe_named(output_names(output, bool(memory)), output),
+    }
+
+
+def _describe_named(names: Nested, tensors: Nested) -> list[dict[str, Any]]:
+    pairs = zip(leaves(names), leaves(tensors), strict=True)
+    return [{"name": name, **_describe_row(x)} for name, x in pairs]
+
+
+def _describe_row(x: Tensor) -> dict[str, Any]:
+    return {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape[1:])}
+
+
+def _finite(x: Any) -> Any:  # noqa: ANN401 - the description of a space
+    """Replace infinite numbers by the strings `inf` and `-inf`, since JSON has none."""
+    if isinstance(x, dict):
+        return {key: _finite(part) for key, part in x.items()}
+    if isinstance(x, list):
+        return [_finite(part) for part in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
 class RoundTripError(ExplainedError, RuntimeError):
@@ -169,8 +302,9 @@ def _save(
     deployed = deploy(model.policy, model.action_space, greedy)
     program = export_program(model.policy, model.observation_space, model.action_space, greedy)
     if format_ == "onnx":
-        example = example_inputs(deployed.policy, model.observation_space)
-        return onnx.save_onnx(program, deployed, example, about, path), deployed
+        inputs = example_inputs(deployed.policy, model.observation_space)
+        outputs = output_names(_seeded(deployed, inputs), len(inputs) > 1)
+        return onnx.save_onnx(program, deployed.policy, input_names(inputs), outputs, about, path), deployed
     with warnings.catch_warnings():
         # A warning about constants that are views of each other.
         warnings.filterwarnings("ignore", "No complete tensor found in the group")
@@ -178,7 +312,6 @@ def _save(
     return torch.export.load(path).module(), deployed
 
 
-@torch.no_grad()
 def _compare(
     name: str,
     program: Callable[..., Nested],
@@ -199,43 +332,25 @@ def _compare(
             inputs = (map_leaves(lambda x: x[:num_rows], batch), *memory)  # noqa: B023 - called at once
             found, expected = _seeded(program, inputs), _seeded(deployed, inputs)
             where = f"{name}, step {step} of {len(observations)}, {num_rows} rows"
-            actions = (found, expected) if recurrent is None else (found[0], expected[0])
-            if deployed.deterministic or same_random_numbers:
-                _compare_values(where, "action", *actions)
-            else:
-                _check_samples(where, *actions, action_space)
-            if recurrent is not None:
-                _compare_values(where, "memory", found[1], expected[1])
-                memory = (expected[1],)
+            memory = () if recurrent is None else (expected[1],)
+            if not (deployed.deterministic or same_random_numbers):
+                _check_samples(where, found if recurrent is None else found[0], action_space)
+                found, expected = ((), ()) if recurrent is None else (found[1], expected[1])
+            try:
+                torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+            except AssertionError as error:
+                raise RoundTripError(f"{where}: the program differs from the policy: {error}") from error
 
 
+@torch.no_grad()
 def _seeded(program: Callable[..., Nested], inputs: tuple[Nested, ...]) -> Nested:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return program(*inputs)
 
 
-def _compare_values(where: str, what: str, found: Nested, expected: Nested) -> None:
-    for index, (x, y) in enumerate(zip(leaves(found), leaves(expected), strict=True)):
-        _compare_form(f"{where}: {what} {index}", x, y)
-        difference = (x.double() - y.double()).abs() / y.double().abs().clamp(min=1)
-        if not bool((difference <= TOLERANCE).all()):
-            raise RoundTripError(
-                f"{where}: {what} {index} differs from the policy by {difference.max().item():.3g}: expected at most "
-                f"{TOLERANCE:g}"
-            )
-
-
-def _compare_form(what: str, found: Tensor, expected: Tensor) -> None:
-    forms = [(x.dtype, tuple(x.shape)) for x in (found, expected)]
-    if forms[0] != forms[1]:
-        raise RoundTripError(f"{what} is {forms[0]}: expected {forms[1]}")
-
-
-def _check_samples(where: str, found: Nested, expected: Nested, action_space: spaces.Space[Any]) -> None:
-    for index, (x, y) in enumerate(zip(leaves(found), leaves(expected), strict=True)):
-        _compare_form(f"{where}: action {index}", x, y)
-    for row in range(len(first_leaf(found))):
-        action = map_leaves(lambda x: x[row].numpy()[()], found)  # noqa: B023 - called at once
+def _check_samples(where: str, actions: Nested, action_space: spaces.Space[Any]) -> None:
+    for row in range(len(first_leaf(actions))):
+        action = map_leaves(lambda x: x[row].numpy()[()], actions)  # noqa: B023 - called at once
         if not action_space.contains(action):
             raise RoundTripError(f"{where}: the action {action} is not in {action_space}")
