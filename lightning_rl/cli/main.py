@@ -256,10 +256,17 @@ class OnPolicyCLI(LightningCLI):
         say("\n".join(lines))
 
     def _options_of(self, saver: ModelCheckpoint) -> str:
-        """Return the options that name the configuration of the run and the checkpoint of a callback."""
+        """Return the options that name the configuration of the run and the checkpoint of a callback.
+
+        A given configuration comes first if a module beside it was imported: only then this module is found again.
+        """
         folder = Path(self.trainer.default_root_dir)
         config = [folder / run_folders.CONFIG, *run_folders.configurations(folder)][-1]
-        return f"--config {relative(config)} --ckpt_path {relative(saver.best_model_path)}"
+        given = [Path(str(path)).absolute() for path in self._option("config") or ()]
+        files = [Path(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))]
+        beside = [path for path in given if path.parent != Path.cwd() and any(path.parent in x.parents for x in files)]
+        configs = " ".join(f"--config {relative(path)}" for path in dict.fromkeys([*beside, config.absolute()]))
+        return f"{configs} --ckpt_path {relative(saver.best_model_path)}"
 
     def _savers(self) -> list[ModelCheckpoint]:
         return [c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.best_model_path]

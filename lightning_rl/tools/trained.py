@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +11,6 @@ from statistics import fmean, pstdev
 from typing import Any
 
 import torch
-from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch import LightningModule
 
 from lightning_rl import algorithms
@@ -157,17 +157,16 @@ def load_data(path: str | Path, config: str | Path | None = None, trust: Sequenc
     Unknown environments and classes that are not trusted raise a `ConfigurationError`.
     """
     if config is not None:
-        return _from_config(config_file(config))
-    if (beside := config_of(path)) is not None:
-        with loading(trust):
-            return _from_plain_data(*_class_and_options(beside), f"config={str(beside)!r}")
-    checkpoint = read_checkpoint(path, "path")
-    parts = [checkpoint.get(kind.__qualname__, {}) for kind in (RolloutDataModule, RecordedEpisodes)]
-    stored: dict[str, Any] = next((part["settings"] for part in parts if "settings" in part), {})
-    if "env_id" not in stored:
-        raise ConfigurationError(f"config: the environment of {path} is unknown: expected the configuration of its run")
+        return _environments(*_class_and_options(config_file(config)), f"config={str(config)!r}")
     with loading(trust):
-        return _from_plain_data(RolloutDataModule, nested(stored), f"path={str(path)!r}")
+        if (beside := config_of(path)) is not None:
+            return _environments(*_class_and_options(beside), f"config={str(beside)!r}")
+        checkpoint = read_checkpoint(path, "path")
+        parts = [checkpoint.get(kind.__qualname__, {}) for kind in (RolloutDataModule, RecordedEpisodes)]
+        stored: dict[str, Any] = next((part["settings"] for part in parts if "settings" in part), {})
+        if "env_id" not in stored:
+            raise ConfigurationError(f"config: the environment of {path} is unknown: expected the run's configuration")
+        return _environments(RolloutDataModule, nested(stored), f"path={str(path)!r}")
 
 
 def _class_and_options(config: Path) -> tuple[type[RolloutDataModule], dict[str, Any]]:
@@ -185,23 +184,11 @@ def _class_and_options(config: Path) -> tuple[type[RolloutDataModule], dict[str,
     return import_class("data", data["class_path"], RolloutDataModule), options
 
 
-def _from_plain_data(kind: type[RolloutDataModule], options: dict[str, Any], named: str) -> RolloutDataModule:
-    """Construct environments from data that is not trusted; a parser would construct all classes in it."""
+def _environments(kind: type[RolloutDataModule], options: dict[str, Any], named: str) -> RolloutDataModule:
     try:
         return kind(**options)
-    except TypeError as error:
+    except (TypeError, ConfigurationError) as error:
         raise ConfigurationError(f"{named}: data: {error}") from error
-
-
-def _from_config(path: Path) -> RolloutDataModule:
-    kind, options = _class_and_options(path)
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(kind, "data", fail_untyped=False)
-    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the name in older releases
-    try:
-        return instantiate(parser.parse_object({"data": options})).data  # type: ignore[no-any-return]
-    except ArgumentError as error:
-        raise ConfigurationError(f"config={str(path)!r}: {error}") from error
 
 
 def play_episodes(
@@ -210,10 +197,17 @@ def play_episodes(
     """Play complete test episodes; return the score, and the observations of the first steps, each `[B, *shape]`."""
     check_positive_int("episodes", episodes)
     algorithm: Any = model
-    policy = _ObservedPolicy(algorithm.policy)
+    policy, first_observations = copy.copy(algorithm.policy), []  # the copy shares the parameters
+
+    def act(observations: Nested, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as in `Policy.act`
+        if len(first_observations) < _MAX_STEPS:
+            first_observations.append(map_leaves(torch.clone, observations))
+        return algorithm.policy.act(observations, *args, **kwargs)
+
+    policy.act = act
     evaluator = Evaluator(data.eval_spec, data.evaluation.num_envs)
     deterministic = data.evaluation.deterministic
-    parameter = next(algorithm.policy.parameters())
+    parameter = next(policy.parameters())
     try:
         played = evaluator.run_episodes(
             policy,
@@ -228,29 +222,7 @@ def play_episodes(
     finally:
         evaluator.close()
     returns = [episode.episode_return for episode in played]
-    return Score(fmean(returns), pstdev(returns), len(returns), deterministic), policy.observations
-
-
-class _ObservedPolicy:
-    """Acts like a policy and keeps its first observations."""
-
-    def __init__(self, policy: Any) -> None:  # noqa: ANN401 - any kind of policy
-        self.policy = policy
-        self.observations: list[Nested] = []
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        return getattr(self.policy, name)
-
-    def act(
-        self,
-        observations: Nested,
-        generator: torch.Generator | None = None,
-        deterministic: bool = False,
-        **memory: Nested,
-    ) -> Any:  # noqa: ANN401
-        if len(self.observations) < _MAX_STEPS:
-            self.observations.append(map_leaves(torch.clone, observations))
-        return self.policy.act(observations, generator, deterministic, **memory)
+    return Score(fmean(returns), pstdev(returns), len(returns), deterministic), first_observations
 
 
 def export_checkpoint(

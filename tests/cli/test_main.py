@@ -772,6 +772,18 @@ def test_a_module_beside_a_configuration_is_found_from_another_folder(monkeypatc
     assert type(cli.model).__name__ == "Mine"
 
 
+def test_the_printed_next_command_finds_a_module_beside_the_configuration():
+    Path("mine").mkdir()
+    Path("mine/beside_it.py").write_text("from lightning_rl import PPO\nclass Mine(PPO):\n    pass\n")
+    Path("mine/model.yaml").write_text("model: beside_it.Mine\n")
+    done = run_process("fit", *SMALL, "--config", "mine/model.yaml", "--max_env_steps=32")
+    (command,) = re.findall(r"next: +lightning-rl (.*)", done.stdout)
+    assert command.startswith("test --config mine/model.yaml --config runs/mine/CartPole-v1/version_0/config.yaml ")
+    tested = run_process(*shlex.split(command))
+    assert tested.returncode == 0, tested.stderr
+    assert "Policy of Mine from runs/" in tested.stdout
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
