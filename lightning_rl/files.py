@@ -6,7 +6,6 @@ import contextlib
 import pickle
 import shlex
 import zipfile
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +18,6 @@ from lightning_rl.validation import ConfigurationError
 _CHUNK = 1 << 18  # bytes; larger ones are not faster
 # PyTorch treats an entry with this attribute as a folder, and leaves the memory of its tensor uninitialized.
 _FOLDER = 0x10
-_MAX_ENTRIES = 100_000  # the configuration of a run has about 200
 
 
 class DamagedFileError(ConfigurationError):
@@ -94,28 +92,13 @@ def read_data(
 def read_yaml(path: str | Path, field: str) -> Any:  # noqa: ANN401 - YAML
     """Return the content of a YAML file: lists and dicts of plain values.
 
-    A file that is not readable YAML, names Python objects or grows huge through aliases raises a `ConfigurationError`.
+    A file that is not readable YAML, or names Python objects, raises a `ConfigurationError`.
     """
     try:
-        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
-        node = loader.get_single_node()
-        if _num_entries(node, {}) > _MAX_ENTRIES:
-            raise yaml.YAMLError(f"it has more than {_MAX_ENTRIES} entries once its aliases are followed")
-        return None if node is None else loader.construct_document(node)
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(f"{field}={str(path)!r} cannot be read: expected plain YAML: {why}") from error
-
-
-def _num_entries(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """Return the number of entries in a document with all aliases followed; `known` has the counts of seen nodes."""
-    if not isinstance(node, yaml.CollectionNode):
-        return 1
-    if id(node) not in known:
-        known[id(node)] = _MAX_ENTRIES + 1  # in case the node contains itself
-        parts = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-        known[id(node)] = 1 + sum(_num_entries(part, known) for part in parts)
-    return known[id(node)]
 
 
 def relative(path: str | Path) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import time
 from pathlib import Path
 
 import huggingface_hub
@@ -14,15 +13,7 @@ from lightning_rl.files import read_yaml
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data, make_model, make_trainer
 
-# Nested aliases with nine times nine times … entries, and the same with merge keys.
-ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
-ALIASES += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
-MERGES = "a0: &a0 {x: 1}\n"
-MERGES += "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12))
 BAD = {
-    "aliases": (ALIASES, "has more than 100000 entries once its aliases are followed"),
-    "merges": (MERGES, "has more than 100000 entries once its aliases are followed"),
-    "circle": ("data: &a [*a]\n", "has more than 100000 entries once its aliases are followed"),
     "object": (
         "data: !!python/object/apply:os.system [touch pwned]\n",
         "could not determine a constructor for the tag",
@@ -48,7 +39,6 @@ def test_commands_report_bad_yaml_in_one_short_error(kind, in_tmp_path, monkeypa
     trainer = make_trainer(limit_train_batches=1)
     trainer.fit(make_model(data), data)
     trainer.save_checkpoint("x.ckpt")
-    begin = time.monotonic()
     for command in (
         ["plot", "."],
         ["export", "--ckpt_path=x.ckpt", "--format=torch_export"],
@@ -63,7 +53,6 @@ def test_commands_report_bad_yaml_in_one_short_error(kind, in_tmp_path, monkeypa
         assert line.startswith("lightning-rl: error: config=") and len(line) < 400, line
         with pytest.raises(ConfigurationError, match=expected):
             read_yaml(config, "config")
-    assert time.monotonic() - begin < 20  # expanding the aliases would take forever
     assert not Path("pwned").exists()
 
 
@@ -71,10 +60,8 @@ def test_run_configuration_is_read(tmp_path):
     shared = {"frame_skip": 4}
     content = {"data": {"env": {"atari": shared, "kwargs": shared}, "seeds": [1, 2.5, None, True, "x"]}, "more": {}}
     text = yaml.safe_dump(content)
-    assert "&id001" in text  # a few aliases are fine
+    assert "&id001" in text  # with aliases
     (tmp_path / "config.yaml").write_text(text)
     assert read_yaml(tmp_path / "config.yaml", "config") == content
     (tmp_path / "config.yaml").write_text("")
     assert read_yaml(tmp_path / "config.yaml", "config") is None
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(list(range(5000))))
-    assert len(read_yaml(tmp_path / "config.yaml", "config")) == 5000

@@ -216,16 +216,10 @@ def _part(observation: Nested, path: str) -> Any:  # noqa: ANN401
 
 def _num_rows(space: spaces.Space[Any], parts: dict[str, Any]) -> int | None:
     """Return the number of rows of an observation; None for a single observation."""
-    leading = set()
-    for path, leaf in space_leaves(space).items():
-        shape, found = tuple(leaf.shape or ()), parts[path].shape
-        rows = found[: max(0, len(found) - len(shape))]
-        if len(rows) > 1 or rows + shape != found:
-            name = f"observation.{path}".rstrip(".")
-            raise ConfigurationError(f"{name} has the shape {found}: expected {shape}, or rows of this shape")
-        leading.add(rows)
-    if len(leading) > 1:
-        numbers = ", ".join(sorted(map(str, leading)))
-        raise ConfigurationError(f"observation: its parts have different numbers of rows: {numbers}")
-    rows = leading.pop()
+    shapes = {path: tuple(leaf.shape or ()) for path, leaf in space_leaves(space).items()}
+    found = {path: part.shape for path, part in parts.items()}
+    path, shape = next(iter(shapes.items()))
+    rows = found[path][: max(0, len(found[path]) - len(shape))]
+    fits = len(rows) <= 1 and all(found[path] == rows + shape for path, shape in shapes.items())
+    check(fits, "observation: shapes", found, f"{shapes}, or the same number of rows of each")
     return rows[0] if rows else None

@@ -233,27 +233,17 @@ def _events(folder: Path) -> Iterator[tuple[str, float, float]]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, float, float]]:
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            if reader.fieldnames and "step" not in reader.fieldnames:
-                raise ConfigurationError(f"{str(path)!r} has no column 'step': expected the rows of CSVLogger")
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        try:
             for row in reader:
-                where = f"{str(path)!r}, line {reader.line_num}"
                 for key, value in row.items():
                     if key not in ("step", "epoch") and value:
-                        yield key, _number(where, "step", row["step"]), _number(where, key, value)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ConfigurationError(f"{str(path)!r} cannot be read: expected the rows of CSVLogger: {error}") from error
-
-
-def _number(where: str, column: str, text: str | list[str] | None) -> float:
-    """Return an entry of a table; the reader gives a list beyond the last column, and None in short rows."""
-    try:
-        return float(text)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        shown = repr(text) if len(repr(text)) <= _MAX_SHOWN else f"{repr(text)[:_MAX_SHOWN]}…"
-        raise ConfigurationError(f"{where}: {column}={shown} is not valid: expected a number") from None
+                        yield key, float(row["step"]), float(value)
+        except (KeyError, TypeError, ValueError, csv.Error) as error:
+            why = f"{type(error).__name__}: {str(error)[:_MAX_SHOWN]}"
+            where = f"{str(path)!r}, line {reader.line_num}"
+            raise ConfigurationError(f"{where}: expected the rows of CSVLogger: {why}") from error
 
 
 def _configurations(folder: Path, root: Path) -> list[dict[str, Any]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -78,27 +79,43 @@ def draw(
     A missing Matplotlib, or seeds of a curve without common steps, raise a `ConfigurationError`.
     """
     check_positive_int("columns", columns)
+    columns = min(columns, len(panels))
+    width, height = (3.0, 2.3) if columns > 2 else (5.0, 3.4)
+    rows = -(-len(panels) // columns)
+    with _figure(width * columns, height * rows, paths) as figure:
+        axes = figure.subplots(rows, columns, squeeze=False).flatten()
+        for axis in axes[len(panels) :]:
+            axis.set_axis_off()
+        for number, (axis, panel) in enumerate(zip(axes, panels, strict=False)):
+            _draw_panel(axis, panel, statistic, confidence, counts=not shared_legend)
+            if number >= len(panels) - columns:
+                axis.set_xlabel("environment steps")
+            if number % columns == 0 or panel.ylabel != panels[number - 1].ylabel:
+                axis.set_ylabel(panel.ylabel)
+            if not shared_legend:
+                # Outside of the layout, so that long labels do not shrink the curves.
+                axis.legend(frameon=False, fontsize=7).set_in_layout(False)
+        _add_caption(figure, _caption(panels, statistic, confidence), _labeled_lines(figure) if shared_legend else {})
 
-    def figure() -> Any:  # noqa: ANN401 - matplotlib is imported where it is used
-        made = _figure(panels, min(columns, len(panels)), shared_legend, statistic, confidence)
-        lines = _labeled_lines(made) if shared_legend else {}
-        _add_caption(made, _caption(panels, statistic, confidence), lines)
-        return made
 
-    _save(figure, paths)
-
-
-def _save(make_figure: Callable[[], Any], paths: Sequence[Path]) -> None:
+@contextlib.contextmanager
+def _figure(width: float, height: float, paths: Sequence[Path]) -> Iterator[Any]:
+    """Yield an empty figure, and write what was drawn into files; equal drawings give equal files."""
     try:
         import matplotlib as mpl
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError(f"plots need matplotlib, which is not installed: {how_to_install('plot')}") from error
     settings: Any = {"svg.hashsalt": "curves", "svg.fonttype": "none", "font.size": 8, "savefig.dpi": 200}
-    for path in paths:
-        with mpl.rc_context(settings):
-            figure = make_figure()  # a new one for each file, since saving changes the layout
+    with mpl.rc_context(settings):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # saving one file must not change the layout of the next
+        for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))
+            options: Any = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
+            figure.savefig(path, **options)
 
 
 def _add_caption(figure: Any, text: str, lines: Mapping[str, Any]) -> None:  # noqa: ANN401
@@ -113,12 +130,8 @@ def draw_profiles(scores: Mapping[str, Array], paths: Sequence[Path], *, label: 
     """
     everything = np.concatenate([one.ravel() for one in scores.values()])
     thresholds = np.linspace(everything.min(), everything.max(), _THRESHOLDS)
-
-    def figure() -> Any:  # noqa: ANN401
-        from matplotlib.figure import Figure
-
-        made = Figure(figsize=(5.0, 3.6), layout="constrained")
-        axis = made.subplots()
+    with _figure(5.0, 3.6, paths) as figure:
+        axis = figure.subplots()
         for number, (name, one) in enumerate(scores.items()):
             color = COLORS[number % len(COLORS)]
             profile = functools.partial(performance_profile, thresholds=thresholds)
@@ -128,10 +141,7 @@ def draw_profiles(scores: Mapping[str, Array], paths: Sequence[Path], *, label: 
         axis.set(xlabel=f"{label} τ", ylabel="share of runs with a score above τ", ylim=(0, 1.02))
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False)
-        _add_caption(made, f"band: {confidence:.0%} stratified bootstrap interval", {})
-        return made
-
-    _save(figure, paths)
+        _add_caption(figure, f"band: {confidence:.0%} stratified bootstrap interval", {})
 
 
 def draw_improvement(scores: Mapping[str, Array], paths: Sequence[Path], *, confidence: float = 0.95) -> None:
@@ -140,12 +150,8 @@ def draw_improvement(scores: Mapping[str, Array], paths: Sequence[Path], *, conf
     Scores are `[runs, environments]` by algorithm; `confidence` is the level of the bars.
     """
     pairs = list(itertools.combinations(scores, 2))
-
-    def figure() -> Any:  # noqa: ANN401
-        from matplotlib.figure import Figure
-
-        made = Figure(figsize=(5.0, 1.2 + 0.4 * len(pairs)), layout="constrained")
-        axis = made.subplots()
+    with _figure(5.0, 1.2 + 0.4 * len(pairs), paths) as figure:
+        axis = figure.subplots()
         for row, (first, second) in enumerate(pairs):
             both = scores[first], scores[second]
             low, high = interval(probability_of_improvement, *both, confidence=confidence)
@@ -156,31 +162,7 @@ def draw_improvement(scores: Mapping[str, Array], paths: Sequence[Path], *, conf
         axis.set_yticklabels([textwrap.fill(f"{first} > {second}", _LABEL_WIDTH) for first, second in pairs])
         axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
-        _add_caption(made, f"line: estimate; bar: {confidence:.0%} stratified bootstrap interval", {})
-        return made
-
-    _save(figure, paths)
-
-
-def _figure(panels: Sequence[Panel], columns: int, shared_legend: bool, statistic: Statistic, confidence: float) -> Any:  # noqa: ANN401 - matplotlib is imported where it is used
-    from matplotlib.figure import Figure
-
-    rows = -(-len(panels) // columns)
-    width, height = (3.0, 2.3) if columns > 2 else (5.0, 3.4)
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axis in axes[len(panels) :]:
-        axis.set_axis_off()
-    for number, (axis, panel) in enumerate(zip(axes, panels, strict=False)):
-        _draw_panel(axis, panel, statistic, confidence, counts=not shared_legend)
-        if number >= len(panels) - columns:
-            axis.set_xlabel("environment steps")
-        if number % columns == 0 or panel.ylabel != panels[number - 1].ylabel:
-            axis.set_ylabel(panel.ylabel)
-        if not shared_legend:
-            # Outside of the layout, so that long labels do not shrink the curves.
-            axis.legend(frameon=False, fontsize=7).set_in_layout(False)
-    return figure
+        _add_caption(figure, f"line: estimate; bar: {confidence:.0%} stratified bootstrap interval", {})
 
 
 def _draw_panel(axis: Any, panel: Panel, statistic: Statistic, confidence: float, counts: bool) -> None:  # noqa: ANN401

@@ -197,7 +197,8 @@ def play_episodes(
     """Play complete test episodes; return the score, and the observations of the first steps, each `[B, *shape]`."""
     check_positive_int("episodes", episodes)
     algorithm: Any = model
-    policy, first_observations = copy.copy(algorithm.policy), []  # the copy shares the parameters
+    policy = copy.copy(algorithm.policy)  # shares the parameters
+    first_observations: list[Nested] = []
 
     def act(observations: Nested, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as in `Policy.act`
         if len(first_observations) < _MAX_STEPS:

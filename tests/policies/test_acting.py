@@ -66,9 +66,9 @@ def test_act_raises_on_missing_parts_wrong_shapes_and_unused_memory():
     model = make("masks")
     with pytest.raises(ConfigurationError, match="observation has no 'action_mask'"):
         model.act({"place": np.zeros(3)})
-    with pytest.raises(ConfigurationError, match=r"observation\.place has the shape \(4,\): expected \(3,\), or rows"):
+    with pytest.raises(ConfigurationError, match=r"'place': \(4,\).*expected .*'place': \(3,\)}, or"):
         model.act({"place": np.zeros(4), "action_mask": np.ones(3)})
-    with pytest.raises(ConfigurationError, match="its parts have different numbers of rows"):
+    with pytest.raises(ConfigurationError, match="or the same number of rows of each"):
         model.act({"place": np.zeros((2, 3)), "action_mask": np.ones((1, 3))})
     with pytest.raises(ConfigurationError, match="memory='given' is not valid: expected None, since the policy has"):
         PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (4,)}).act(np.zeros(3), memory={})
