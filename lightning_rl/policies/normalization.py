@@ -19,26 +19,11 @@ RewardScale = Literal["return_std", "reward_std"]
 """Divisor of rewards: the running standard deviation of the discounted return, or of the rewards themselves."""
 
 
-class ExactStates(nn.Module):
-    """Base of modules without submodules whose buffers keep their precision when a network is cast.
+class RunningMoments(nn.Module):
+    """Running count, mean and population variance of rows `[N, *shape]`, merged by Chan et al. 1983.
 
-    A float32 count would stop at 2^24, and a bfloat16 count at 256. Buffers do not move to devices in `stays_off`.
+    Buffers keep their precision when a network is cast: a float32 count would stop at 2^24, a bfloat16 one at 256.
     """
-
-    stays_off: tuple[str, ...] = ()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Self:  # noqa: ANN401
-        """Follow moves between devices, but not casts: `to` calls only this private method of submodules."""
-
-        def move(state: Tensor) -> Tensor:
-            device = fn(torch.empty(0, device=state.device)).device
-            return state if device.type in self.stays_off else state.to(device, exact_dtype(device))
-
-        return super()._apply(move, *args, **kwargs)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class RunningMoments(ExactStates):
-    """Running count, mean and population variance of rows `[N, *shape]`, merged by Chan et al. 1983."""
 
     count: Tensor
     mean: Tensor
@@ -49,6 +34,15 @@ class RunningMoments(ExactStates):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("variance", torch.full(shape, float(initial_variance), dtype=torch.float64))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Self:  # noqa: ANN401
+        """Follow moves between devices, but not casts: `to` calls only this private method of submodules."""
+
+        def move(state: Tensor) -> Tensor:
+            device = fn(torch.empty(0, device=state.device)).device
+            return state.to(device, exact_dtype(device))
+
+        return super()._apply(move, *args, **kwargs)  # type: ignore[no-untyped-call, no-any-return]
 
     @torch.no_grad()
     def update(self, x: Tensor, reduce: Reduce = identity) -> None:

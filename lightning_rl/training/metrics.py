@@ -2,260 +2,122 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from torchmetrics import Metric
+from torch import Tensor
 
-from lightning_rl.distributed import exact_dtype, gather_tensors, world_size
-from lightning_rl.policies.normalization import ExactStates
+from lightning_rl.distributed import all_reduce, exact_dtype, world_size
 from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
 
-
-def _add_in_order(sums: Tensor, values: Sequence[Sequence[float]]) -> Tensor:
-    """Add several values to each sum, one by one, so that rounding does not depend on the number of calls."""
-    return sums.new_tensor([functools.reduce(operator.add, v, s) for s, v in zip(sums.tolist(), values, strict=True)])
-
-
-def _gather(x: Tensor, group: None = None) -> list[Tensor]:
-    return [*gather_tensors(x)]
+_CPU = torch.device("cpu")
+_LARGEST = ("train/policy_lag_max",)
+"""Counts of which the largest is logged, not the sum."""
 
 
-def _has_ranks() -> bool:
-    return world_size() > 1
+def _add_up(total: float, values: Iterable[float]) -> float:
+    """Add values one by one, so that rounding does not depend on how they are grouped."""
+    return functools.reduce(operator.add, map(float, values), total)
 
 
-class _Window(ExactStates, Metric):
-    """A metric whose state can be part of a checkpoint, and stays in float64."""
-
-    full_state_update = False
-    stays_off = ("xla",)  # which would compile for each number of values
-
-    def __init__(self) -> None:
-        super().__init__(dist_sync_fn=_gather, distributed_available_fn=_has_ranks)
-
-    def snapshot(self) -> dict[str, Any]:
-        states = {name: getattr(self, name).cpu().clone() for name in self.metric_state}
-        return {"states": states, "update_called": self.update_called}
-
-    def restore(self, snapshot: dict[str, Any]) -> None:
-        for name, value in snapshot["states"].items():
-            setattr(self, name, value.to(getattr(self, name).device))
-        self._update_count = int(snapshot["update_called"])
+def _over_ranks(values: Sequence[float], operation: Literal["sum", "max"], device: torch.device) -> list[float]:
+    if world_size() == 1 or not values:
+        return [*values]
+    return all_reduce(torch.tensor(values, dtype=exact_dtype(device), device=device), operation).tolist()
 
 
-class EpisodeStatistics(_Window):
+class EpisodeStatistics:
     """Mean, minimum and maximum of returns and lengths of finished episodes, over all ranks."""
 
-    count: Tensor
-    sums: Tensor
-    minima: Tensor
-    maxima: Tensor
-
     def __init__(self) -> None:
-        super().__init__()
-        # The two entries of each vector are return and length.
-        self.add_state("count", torch.zeros((), dtype=torch.float64), "sum")
-        self.add_state("sums", torch.zeros(2, dtype=torch.float64), "sum")
-        self.add_state("minima", torch.full((2,), torch.inf, dtype=torch.float64), "min")
-        self.add_state("maxima", torch.full((2,), -torch.inf, dtype=torch.float64), "max")
+        self.reset()
+
+    def reset(self) -> None:
+        self.sums = [0.0] * 3  # of ones, returns and lengths
+        self.maxima = [-math.inf] * 4  # of returns, lengths, and both with the opposite sign
 
     def update(self, returns: Sequence[float], lengths: Sequence[int]) -> None:
-        if not returns:
-            return
-        values = torch.tensor([returns, lengths], dtype=self.sums.dtype, device=self.sums.device)
-        # Not in place, because `Trainer.validate` leaves inference tensors.
-        self.count = self.count + values.shape[1]
-        self.sums = _add_in_order(self.sums, (returns, lengths))
-        self.minima = torch.minimum(self.minima, values.amin(1))
-        self.maxima = torch.maximum(self.maxima, values.amax(1))
+        if returns:
+            columns = ([1.0] * len(returns), returns, lengths)
+            self.sums = [_add_up(total, values) for total, values in zip(self.sums, columns, strict=True)]
+            largest = (max(returns), max(lengths), -min(returns), -min(lengths))
+            self.maxima = [max(old, float(new)) for old, new in zip(self.maxima, largest, strict=True)]
 
-    def compute(self) -> dict[str, float]:
-        """Return `episode_return`, `episode_length`, both with `_min` and `_max`, and `episodes`; {} without any."""
-        count = float(self.count)
+    def compute(self, device: torch.device = _CPU) -> dict[str, float]:
+        """Return `episode_return`, `episode_length`, both with `_min` and `_max`, and `episodes`; {} without any.
+
+        A collective call with tensors on `device`.
+        """
+        count, *sums = _over_ranks(self.sums, "sum", device)
+        largest = _over_ranks(self.maxima, "max", device)
         if not count:
             return {}
-        result = {}
-        for row, name in enumerate(("episode_return", "episode_length")):
-            result[name] = float(self.sums[row]) / count
-            result[f"{name}_min"] = float(self.minima[row])
-            result[f"{name}_max"] = float(self.maxima[row])
-        return result | {"episodes": count}
+        result = {"episodes": count}
+        for k, name in enumerate(("episode_return", "episode_length")):
+            result |= {name: sums[k] / count, f"{name}_min": -largest[k + 2], f"{name}_max": largest[k]}
+        return result
 
 
-class Total(_Window):
-    """A sum over all ranks."""
-
-    total: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.zeros((), dtype=torch.float64), "sum")
-
-    def update(self, value: float) -> None:
-        self.total = self.total + value
-
-    def compute(self) -> float:
-        return float(self.total)
-
-
-class Largest(_Window):
-    """Maximum of non-negative numbers over all ranks."""
-
-    largest: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("largest", torch.zeros((), dtype=torch.float64), "max")
-
-    def update(self, value: float) -> None:
-        self.largest = self.largest.clamp(min=value)
-
-    def compute(self) -> float:
-        return float(self.largest)
-
-
-class ScalarMeans(_Window):
-    """Means of named scalars over all ranks. Names are sorted, because ranks add their vectors entry by entry.
-
-    Every rank must report the same names until `compute`, if necessary without values; `update` adds new names.
-    """
-
-    sums: Tensor
-    counts: Tensor
-
-    def __init__(self, names: Sequence[str] = ()) -> None:
-        super().__init__()
-        self.names = list(names)
-        self.add_state("sums", torch.zeros(len(names), dtype=torch.float64), "sum")
-        self.add_state("counts", torch.zeros(len(names), dtype=torch.float64), "sum")
-
-    def update(self, values: Mapping[str, Sequence[float]]) -> None:
-        names = sorted({*self.names, *values})
-        if names != self.names:
-            self._set_names(names)
-        reported = [values.get(name, ()) for name in self.names]
-        self.sums = _add_in_order(self.sums, reported)
-        self.counts = self.counts + self.counts.new_tensor([len(v) for v in reported])
-
-    def _set_names(self, names: list[str]) -> None:
-        for state in ("sums", "counts"):
-            old: Tensor = getattr(self, state)
-            known = dict(zip(self.names, old.tolist(), strict=True))
-            self.add_state(state, old.new_zeros(len(names)), "sum")
-            setattr(self, state, old.new_tensor([known.get(name, 0.0) for name in names]))
-        self.names = names
-
-    def count(self, name: str) -> int:
-        return int(self.counts[self.names.index(name)])
-
-    def compute(self) -> dict[str, float]:
-        pairs = zip(self.names, self.sums.tolist(), self.counts.tolist(), strict=True)
-        return {name: total / count for name, total, count in pairs if count}
-
-
-_Count: TypeAlias = Largest | Total
-_COUNTS: dict[str, type[_Count]] = {
-    "rollout/env_restarts": Total,
-    "rollout/dropped": Total,
-    "rollout/actors_lost": Total,
-    "train/policy_lag_max": Largest,
-}
-# `Metric.update` takes about 50 µs per call, so the metrics are updated once for this many rollouts.
-_MAX_PENDING = 32
-
-
-class LogWindow(nn.Module):
+class LogWindow:
     """Statistics of all rollouts since the last log, which began at `since` environment steps, over all ranks.
 
-    `means` has means of scalars by logged name; `counts` has sums and maxima, created with the first value.
+    `means` has sum and number of the values of each scalar, `counts` sums and maxima, both by logged name.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.since = 0
-        self.episodes, self.means, self.counts = EpisodeStatistics(), ScalarMeans(), nn.ModuleDict()
-        self._clear_pending()
+        self.begin(0)
 
-    def _clear_pending(self) -> None:
-        self._pending_rollouts = 0
-        self._pending_episodes = EpisodeSummary([], [])
-        self._pending_scalars: dict[str, list[float]] = {}
+    def begin(self, env_steps: int) -> None:
+        """Start an empty window at an environment step."""
+        self.since, self.num_rollouts = env_steps, 0
+        self.episodes = EpisodeStatistics()
+        self.means: dict[str, list[float]] = {}
+        self.counts: dict[str, float] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether the window has no rollout; equal on all ranks."""
-        return not (self._pending_rollouts or self.means.update_called)
-
-    def begin(self, env_steps: int) -> None:
-        """Start an empty window at an environment step."""
-        self.since = env_steps
-        self._clear_pending()
-        for metric in (self.episodes, self.means, *self._counts().values()):
-            metric.reset()
+        return not self.num_rollouts
 
     def add(self, episodes: EpisodeSummary, scalars: Mapping[str, Sequence[float]], counts: Mapping[str, int]) -> None:
         """Add episodes, any number of values for each mean, and counts of this rank; all ranks use the same names."""
-        self._pending_rollouts += 1
-        self._pending_episodes.returns += episodes.returns
-        self._pending_episodes.lengths += episodes.lengths
+        self.num_rollouts += 1
+        self.episodes.update(episodes.returns, episodes.lengths)
         for name, values in scalars.items():
-            self._pending_scalars.setdefault(name, []).extend(values)
-        for name, count in counts.items():
-            self._count(name).update(count)
-        if self._pending_rollouts >= _MAX_PENDING:
-            self._flush()
+            total, count = self.means.get(name, (0.0, 0))
+            self.means[name] = [_add_up(total, values), count + len(values)]
+        for name, value in counts.items():
+            old = self.counts.get(name, 0)
+            self.counts[name] = max(old, value) if name in _LARGEST else old + value
 
-    def compute(self) -> dict[str, float]:
-        """Return means, episode statistics and counts by logged name; a collective call."""
-        self._flush()
-        episodes = {f"rollout/{name}": value for name, value in self.episodes.compute().items()}
-        # A run that was resumed without actors has their counts from the checkpoint.
-        counts = {name: count.compute() for name, count in self._counts().items() if count.update_called}
-        return self.means.compute() | episodes | counts
+    def compute(self, device: torch.device = _CPU) -> dict[str, float]:
+        """Return means, episode statistics and counts by logged name; a collective call with tensors on `device`."""
+        names, counted = sorted(self.means), sorted(self.counts)  # ranks add their vectors entry by entry
+        sums = [x for name in names for x in self.means[name]] + [self.counts[name] for name in counted]
+        sums = _over_ranks(sums, "sum", device)
+        means = {name: sums[2 * k] / sums[2 * k + 1] for k, name in enumerate(names) if sums[2 * k + 1]}
+        counts = dict(zip(counted, map(float, sums[2 * len(names) :]), strict=True))
+        largest = [name for name in counted if name in _LARGEST]
+        counts |= zip(largest, _over_ranks([self.counts[name] for name in largest], "max", device), strict=True)
+        return means | {f"rollout/{name}": value for name, value in self.episodes.compute(device).items()} | counts
 
     def snapshot(self) -> dict[str, Any]:
-        self._flush()
-        return {
-            "since": self.since,
-            "episodes": self.episodes.snapshot(),
-            "names": [*self.means.names],
-            "means": self.means.snapshot() if self.means.names else None,
-            "counts": {name: count.snapshot() for name, count in self._counts().items()},
-        }
+        """Return the statistics of this rank as plain values."""
+        own = {"since": self.since, "num_rollouts": self.num_rollouts, "means": self.means, "counts": self.counts}
+        return copy.deepcopy(own | {"episodes": vars(self.episodes)})
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        self.begin(snapshot["since"])
-        self.episodes.restore(snapshot["episodes"])
-        self.means = ScalarMeans(snapshot["names"]).to(self.episodes.device)
-        if snapshot["means"] is not None:
-            self.means.restore(snapshot["means"])
-        self.counts.clear()
-        for name, count in snapshot["counts"].items():
-            self._count(name).restore(count)
-
-    def _flush(self) -> None:
-        if self._pending_rollouts:
-            self.episodes.update(self._pending_episodes.returns, self._pending_episodes.lengths)
-            self.means.update(self._pending_scalars)
-            self._clear_pending()
-
-    def _count(self, name: str) -> _Count:
-        if name not in self.counts:
-            self.counts[name] = _COUNTS[name]().to(self.episodes.device)
-        return cast(_Count, self.counts[name])
-
-    def _counts(self) -> dict[str, _Count]:
-        return cast(dict[str, _Count], dict(self.counts.items()))
+        given = copy.deepcopy({**snapshot})
+        vars(self.episodes).update(given.pop("episodes"))
+        vars(self).update(given)
 
 
-_UPDATE_SECONDS = "time/update_seconds"
 _IN_PROGRESS_BAR = ("rollout/episode_return", "time/steps_per_second")
 
 
@@ -276,7 +138,7 @@ class RolloutMetrics(LogWindow):
         clock, interval = model.clock, model.trainer.log_every_n_steps
         scalars = {f"{self.prefix}/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
         scalars |= {f"rollout/{key}": values for key, values in rollout.infos.items()}
-        scalars |= {"time/rollout_seconds": [rollout.seconds], _UPDATE_SECONDS: [update_seconds]}
+        scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
         scalars |= {f"time/{part}_seconds": [spent] for part, spent in rollout.parts_of_seconds.items()}
         self.add(rollout.episodes, scalars, _counts_of(rollout, clock.policy_version))
         over = clock.planned_env_steps is not None and clock.env_steps >= clock.planned_env_steps
@@ -286,7 +148,8 @@ class RolloutMetrics(LogWindow):
     def show_unlogged(self, trainer: Trainer) -> None:
         """Show unlogged values to callbacks that monitor them, such as `EarlyStopping`; a collective call."""
         if not self.is_empty:
-            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self.compute().items()})
+            values = self.compute(_log_device(trainer.lightning_module))
+            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
 
     def log_rest(self, model: Any) -> None:  # noqa: ANN401
         """Log an unfinished window at the end of a run."""
@@ -294,8 +157,8 @@ class RolloutMetrics(LogWindow):
             self._log(model)
 
     def _log(self, model: Any) -> None:  # noqa: ANN401
-        clock, logged = model.clock, self.compute()
-        seconds = (logged["time/rollout_seconds"] + logged[_UPDATE_SECONDS]) * self.means.count(_UPDATE_SECONDS)
+        clock, logged = model.clock, self.compute(_log_device(model))
+        seconds = (logged["time/rollout_seconds"] + logged["time/update_seconds"]) * self.num_rollouts
         logged["time/steps_per_second"] = (clock.env_steps - self.since) / seconds
         if clock.frames != clock.env_steps:
             logged["time/frames"] = float(clock.frames)
@@ -306,7 +169,7 @@ class RolloutMetrics(LogWindow):
 
     def log_evaluation(self, model: Any, stage: str) -> None:  # noqa: ANN401
         device = _log_device(model)
-        values = {f"{stage}/{name}": value for name, value in self.eval_episodes.compute().items()}
+        values = {f"{stage}/{name}": value for name, value in self.eval_episodes.compute(device).items()}
         self.eval_episodes.reset()
         model.log_dict({name: torch.tensor(value, device=device) for name, value in values.items()})
         model.log("step", _clock_of(model), reduce_fx="max")

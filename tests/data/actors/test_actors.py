@@ -469,5 +469,5 @@ def test_resumed_run_begins_new_episodes(tmp_path):
     logger, in_step = MemoryLogger(), make_data(rollouts_per_epoch=1)
     model = make(in_step, **options)
     make_trainer(max_epochs=3, logger=logger, log_every_n_steps=1).fit(model, in_step, ckpt_path=tmp_path / "x.ckpt")
-    assert "train/policy_lag_max" in model.metrics.counts and not logger.rows("train/policy_lag_max")
+    assert not logger.rows("train/policy_lag_max")
     assert [step for step, _ in logger.rows("train/loss")] == [5 * 32, 6 * 32]
