@@ -20,7 +20,7 @@ from lightning.pytorch import seed_everything
 from short_runs import quiet_trainer, write_result
 
 from lightning_rl import CLEAR, IMPALA, RolloutDataModule
-from lightning_rl.callbacks import EnvStepLimit
+from lightning_rl import EnvStepLimit
 
 TASKS, STATES, LENGTH = 3, 8, 16
 STEPS = 30_000

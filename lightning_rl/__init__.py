@@ -26,20 +26,12 @@ if TYPE_CHECKING:
         PPOKLPenalty,
         TFAgentsPPO,
     )
-    from lightning_rl.callbacks import (
-        Curriculum,
-        CurriculumStage,
-        EnvStepCheckpoint,
-        EnvStepInterval,
-        EnvStepLimit,
-        EnvStepProgressBar,
-        EnvStepRichProgressBar,
-        EnvStepValidation,
-        EpisodeRecorder,
-        PolicyExport,
-        PolicySummary,
-        VideoRecorder,
-    )
+    from lightning_rl.callbacks.curriculum import Curriculum, CurriculumStage
+    from lightning_rl.callbacks.env_steps import EnvStepCheckpoint, EnvStepInterval, EnvStepLimit, EnvStepValidation
+    from lightning_rl.callbacks.episode_recorder import EpisodeRecorder
+    from lightning_rl.callbacks.policy_export import PolicyExport
+    from lightning_rl.callbacks.progress_bars import EnvStepProgressBar, EnvStepRichProgressBar, PolicySummary
+    from lightning_rl.callbacks.video import VideoRecorder
     from lightning_rl.checkpointing.atomic import LastCheckpoint
     from lightning_rl.checkpointing.failed_update import FailedUpdate
     from lightning_rl.data.actors import ActorConfig
@@ -117,7 +109,12 @@ _HOMES = (
     "algorithms",
     "data.actors",
     "data.datamodule",
-    "callbacks",
+    "callbacks.curriculum",
+    "callbacks.env_steps",
+    "callbacks.episode_recorder",
+    "callbacks.policy_export",
+    "callbacks.progress_bars",
+    "callbacks.video",
     "checkpointing.atomic",
     "checkpointing.failed_update",
     "data.evaluation",

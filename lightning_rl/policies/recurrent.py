@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_stacked
+from lightning_rl.options import changed
 from lightning_rl.policies.networks.mlp import at_least_float32, orthogonal_
 from lightning_rl.rollouts.sequences import Segments
 from lightning_rl.validation import check, check_bool, check_positive_int, is_int, is_one_of
@@ -49,20 +50,13 @@ class MemoryOptions:
         """Return the checked options for a value of `memory`."""
         if value is None:
             return None
-        names = [field.name for field in fields(cls)]
-        expected = f"None, one of {', '.join(_KINDS)}, or a dict with 'kind' and some of {', '.join(names[1:])}"
-        check(isinstance(value, str | Mapping), "memory", value, expected)
-        given = {"kind": value} if isinstance(value, str) else dict(value)
-        check("kind" in given and set(given) <= set(names), "memory", value, expected)
-        options = cls(**given)
-        check(is_one_of(options.kind, _KINDS), "memory", options.kind, f"one of {', '.join(_KINDS)}")
-        for name in ("hidden_size", "num_layers"):
-            check_positive_int(f"memory.{name}", getattr(options, name))
-        if options.sequence_length is not None:
-            check_positive_int("memory.sequence_length", options.sequence_length)
-        if options.context_length is not None:
-            check_positive_int("memory.context_length", options.context_length)
-            check(options.kind == "gtrxl", "memory.context_length", options.context_length, "None unless kind is gtrxl")
+        options: MemoryOptions = changed("memory", cls(""), {"kind": value} if isinstance(value, str) else value)
+        check(is_one_of(options.kind, _KINDS), "memory: kind", options.kind, f"one of {', '.join(_KINDS)}")
+        for name in ("hidden_size", "num_layers", "sequence_length", "context_length"):
+            if getattr(options, name) is not None or getattr(cls, name) is not None:
+                check_positive_int(f"memory.{name}", getattr(options, name))
+        is_used = options.context_length is None or options.kind == "gtrxl"
+        check(is_used, "memory.context_length", options.context_length, "None unless kind is gtrxl")
         if options.separate is not None:
             check_bool("memory.separate", options.separate)
         check(is_int(options.burn_in) and options.burn_in >= 0, "memory.burn_in", options.burn_in, "0 or more steps")

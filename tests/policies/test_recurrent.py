@@ -201,10 +201,10 @@ def test_weights_are_orthogonal_and_biases_zero(kind, dtype):
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
-        ("rnn", "memory='rnn' is not valid: expected one of lstm, gru, mingru, gtrxl"),
-        (3, "memory=3 is not valid: expected None, one of lstm, gru, mingru, gtrxl, or a dict"),
-        ({"hidden_size": 3}, "or a dict with 'kind' and some of hidden_size"),
-        ({"kind": "gru", "size": 3}, "or a dict with 'kind' and some of hidden_size"),
+        ("rnn", "memory: kind='rnn' is not valid: expected one of lstm, gru, mingru, gtrxl"),
+        (3, "memory=3 is not valid: expected MemoryOptions.* or a dict of its options"),
+        ({"hidden_size": 3}, "memory: kind='' is not valid: expected one of lstm"),
+        ({"kind": "gru", "size": 3}, "memory.size=3 is no option; .*hidden_size"),
         ({"kind": "gru", "hidden_size": 0}, "memory.hidden_size=0 is not valid: expected an integer of at least 1"),
         ({"kind": "gru", "num_layers": 1.5}, r"memory.num_layers=1.5 is not valid"),
         ({"kind": "gru", "sequence_length": 0}, "memory.sequence_length=0 is not valid"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,11 +13,13 @@ from torch import nn
 
 from lightning_rl.masks import MAX_INTEGER_CHOICES, ActionMask, MaskLayout, num_choices
 from lightning_rl.nested import join, map_space, part_at, replace_leaves, space_leaves
+from lightning_rl.options import types_of
 from lightning_rl.policies.distributions.autoregressive import MAX_COMBINATIONS, AutoregressiveHead, is_suitable
+from lightning_rl.policies.distributions.base import Initialization
 from lightning_rl.policies.distributions.continuous import BetaHead, GaussianHead, SquashedGaussianHead
 from lightning_rl.policies.distributions.discrete import BernoulliHead, CategoricalHead, MultiCategoricalHead
 from lightning_rl.policies.distributions.joint import JointHead
-from lightning_rl.validation import ConfigurationError, check, check_arguments, instantiate, is_one_of, to_class_spec
+from lightning_rl.validation import ConfigurationError, check, instantiate, is_one_of, to_class_spec
 
 ActionDistribution: TypeAlias = "str | dict[str, Any] | None"
 """Value of the option `action_distribution`, see `PolicyConfig`; also `{"class_path": …, "init_args": …}` of a head."""
@@ -25,13 +28,18 @@ _AUTOREGRESSIVE = "autoregressive"
 
 
 class _Kind(NamedTuple):
-    """How to make a head, which spaces it is for, in code and in words, its options, and their presets."""
+    """How to make a head, which spaces it is for, in code and in words, and presets of its options."""
 
     make: Callable[..., nn.Module]
     suits: Callable[[spaces.Space[Any]], bool]
     expected: str
-    options: tuple[str, ...]
-    preset: Mapping[str, Any]
+    preset: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def options(self) -> list[str]:
+        """Arguments of the head that users choose."""
+        given = ("in_features", "space", "initial_log_std", "mask_space")
+        return [name for name in types_of(self.make) if name not in given]
 
 
 def _is_continuous(space: spaces.Space[Any]) -> bool:
@@ -48,9 +56,9 @@ def _has_choices(space: spaces.Space[Any]) -> bool:
     return isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
 
 
-def _categorical(in_features: int, space: Any, **options: Any) -> nn.Module:  # noqa: ANN401
+def _categorical(in_features: int, space: Any, *, initialization: Initialization = "orthogonal") -> nn.Module:  # noqa: ANN401
     head = CategoricalHead if isinstance(space, spaces.Discrete) else MultiCategoricalHead
-    return head(in_features, space, **options)
+    return head(in_features, space, initialization=initialization)
 
 
 _CHOICES = (
@@ -66,18 +74,16 @@ _SWITCHES = (lambda space: isinstance(space, spaces.MultiBinary)), "MultiBinary"
 _CONTINUOUS = _is_continuous, "a floating-point Box"
 _BOUNDED = _is_bounded, "a floating-point Box with finite bounds on every side, low below high"
 _TF_AGENTS_STD = {"std_transform": "softplus", "initial_std": 0.35, "initialization": "tf_agents"}
-_STD_OPTIONS = ("std", "std_transform", "min_std", "max_std", "initial_std", "initialization")
-_GAUSSIAN_OPTIONS = ("mean_transform", *_STD_OPTIONS)
 KINDS: dict[str, _Kind] = {
-    "categorical": _Kind(_categorical, *_CHOICES, ("initialization",), {}),
-    "bernoulli": _Kind(BernoulliHead, *_SWITCHES, ("initialization",), {}),
-    "gaussian": _Kind(GaussianHead, *_CONTINUOUS, _GAUSSIAN_OPTIONS, {}),
-    "squashed_gaussian": _Kind(SquashedGaussianHead, *_BOUNDED, _STD_OPTIONS, {}),
-    "beta": _Kind(BetaHead, *_BOUNDED, ("initialization",), {}),
-    _AUTOREGRESSIVE: _Kind(AutoregressiveHead, *_COMBINED, ("hidden_size", "order", "initialization"), {}),
-    "tf_agents_categorical": _Kind(_categorical, *_CHOICES, (), {"initialization": "tf_agents"}),
-    "tf_agents_normal": _Kind(GaussianHead, *_BOUNDED, _GAUSSIAN_OPTIONS, {"mean_transform": "tanh", **_TF_AGENTS_STD}),
-    "tf_agents_squashed_normal": _Kind(SquashedGaussianHead, *_BOUNDED, _STD_OPTIONS, _TF_AGENTS_STD),
+    "categorical": _Kind(_categorical, *_CHOICES),
+    "bernoulli": _Kind(BernoulliHead, *_SWITCHES),
+    "gaussian": _Kind(GaussianHead, *_CONTINUOUS),
+    "squashed_gaussian": _Kind(SquashedGaussianHead, *_BOUNDED),
+    "beta": _Kind(BetaHead, *_BOUNDED),
+    _AUTOREGRESSIVE: _Kind(AutoregressiveHead, *_COMBINED),
+    "tf_agents_categorical": _Kind(_categorical, *_CHOICES, {"initialization": "tf_agents"}),
+    "tf_agents_normal": _Kind(GaussianHead, *_BOUNDED, {"mean_transform": "tanh", **_TF_AGENTS_STD}),
+    "tf_agents_squashed_normal": _Kind(SquashedGaussianHead, *_BOUNDED, _TF_AGENTS_STD),
 }
 _DEFAULTS = ("categorical", "bernoulli", "gaussian")
 
@@ -151,7 +157,6 @@ def _make_head(
 ) -> nn.Module:
     if isinstance(choice, dict) and "class_path" in choice:
         spec = to_class_spec(field, choice)
-        check_arguments(field, spec, nn.Module, "in_features", "space")
         head: nn.Module = instantiate(field, spec, nn.Module, in_features=in_features, space=space)
     else:
         kind, options = _kind_and_options(field, space, choice)
@@ -183,8 +188,7 @@ def _kind_and_options(field: str, space: spaces.Space[Any], choice: ActionDistri
     kind = KINDS[name]
     check(kind.suits(space), field, name, f"a distribution for {space}; this one is for {kind.expected}")
     unknown = sorted(set(options) - set(kind.options))
-    known = f"of its options {', '.join(kind.options)}" if kind.options else "none, since it has no options"
-    check(not unknown, f"{field}.kind={name}", unknown, known)
+    check(not unknown, f"{field}.kind={name}", unknown, f"some of its options {', '.join(kind.options)}")
     return kind, {**kind.preset, **options}
 
 
