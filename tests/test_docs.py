@@ -26,7 +26,7 @@ BLOCK = re.compile(
 )
 # Pages whose blocks have tests of their own in tests/test_readme.py, which look at what comes out.
 TESTED_ELSEWHERE = ("getting_started", "coming_from_tf_agents", "export", "logging", "custom", "watching")
-PUBLIC = ("", ".functional", ".callbacks", ".policies.distributions", ".environments")
+PUBLIC = ("", ".functional", ".policies.distributions", ".environments")
 PROGRAMS = ("ray", "pip", "python", "tensorboard", "jupyter", "pytest", "source", "cd")
 COMING_FROM = {
     "stable_baselines3": {"PPO": "PPO", "A2C": "A2C"},
