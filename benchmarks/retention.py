@@ -19,8 +19,7 @@ from gymnasium import spaces
 from lightning.pytorch import seed_everything
 from short_runs import quiet_trainer, write_result
 
-from lightning_rl import CLEAR, IMPALA, RolloutDataModule
-from lightning_rl import EnvStepLimit
+from lightning_rl import CLEAR, IMPALA, EnvStepLimit, RolloutDataModule
 
 TASKS, STATES, LENGTH = 3, 8, 16
 STEPS = 30_000
