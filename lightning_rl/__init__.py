@@ -5,7 +5,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lightning_rl.__about__ import __version__
+__version__ = "0.1.0.dev0"
+
 
 if TYPE_CHECKING:
     from lightning_rl import functional

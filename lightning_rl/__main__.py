@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from lightning_rl.__about__ import __version__
+from lightning_rl import __version__
 from lightning_rl.cli import COMMANDS
 
 

@@ -22,7 +22,7 @@ FLOORS = [
     {"cli"},
 ]
 # Modules outside of folders: a vocabulary that every folder may use, and the top of the house.
-VOCABULARY = {"__about__", "validation", "files", "nested", "masks", "spaces", "distributed", "options"}
+VOCABULARY = {"validation", "files", "nested", "masks", "spaces", "distributed", "options"}
 TOP = {"__init__", "__main__"}
 FLOOR = {name: number for number, names in enumerate([VOCABULARY, *FLOORS, TOP]) for name in names}
 

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 
-from lightning_rl.__about__ import __version__
+from lightning_rl import __version__
 from lightning_rl.distributed import gather_on_rank_zero
 from lightning_rl.files import load_plain
 from lightning_rl.rollouts.replay import Replay

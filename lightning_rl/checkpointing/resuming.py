@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_rl.__about__ import __version__
+from lightning_rl import __version__
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, is_weights_only
 from lightning_rl.spaces import differing, space_from_dict
 from lightning_rl.training.normalizers import reward_scale

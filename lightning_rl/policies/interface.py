@@ -145,19 +145,12 @@ def tensor_conversion(space: spaces.Space[Any], device: torch.device) -> Callabl
     """Return a function that converts tensors, as `to_environment` converts arrays, and moves them to `device`."""
 
     def conversion(leaf: spaces.Space[Any]) -> Callable[[Tensor], Tensor]:
-        if isinstance(leaf, spaces.Discrete):
-            return lambda x: x.to(device) + int(leaf.start)
         shape, dtype = cast(tuple[int, ...], leaf.shape), torch.from_numpy(np.zeros(0, leaf.dtype)).dtype
-        if isinstance(leaf, spaces.MultiBinary):
-            return lambda x: x.to(device, dtype).reshape(-1, *shape)
-        if isinstance(leaf, spaces.MultiDiscrete):
-            start = torch.from_numpy(np.asarray(leaf.start)).to(device)
-            return lambda x: (x.to(device).reshape(-1, *shape) + start).to(dtype)
-        box = cast(spaces.Box, leaf)
-        low, high = (torch.from_numpy(bound).to(device) for bound in (box.low, box.high))
-        if not np.issubdtype(box.dtype, np.floating):
-            return lambda x: x.to(device).reshape(-1, *shape).to(dtype) + low
-        return lambda x: x.to(device, dtype).reshape(-1, *shape).clamp(low, high)
+        if isinstance(leaf, spaces.Box) and np.issubdtype(leaf.dtype, np.floating):
+            low, high = (torch.from_numpy(bound).to(device) for bound in (leaf.low, leaf.high))
+            return lambda x: x.to(device, dtype).reshape(-1, *shape).clamp(low, high)
+        start = torch.as_tensor(leaf.low if isinstance(leaf, spaces.Box) else getattr(leaf, "start", 0)).to(device)
+        return lambda x: (x.to(device).reshape(-1, *shape) + start).to(dtype)
 
     conversions = map_space(conversion, space)
     return lambda action: map_leaves(lambda convert, x: convert(x), conversions, action)

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from lightning_rl.__about__ import __version__
+from lightning_rl import __version__
 from lightning_rl.nested import Nested, first_leaf, join, leaves, map_leaves, nested_paths, part_at
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import acting_space, as_recurrent, tensor_conversion

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 
-from lightning_rl.__about__ import __version__
+from lightning_rl import __version__
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpointing.run_folders import CONFIG
 from lightning_rl.tools.trained import (
