@@ -1,14 +1,18 @@
-"""A batch of environments behind one contract, and its state in checkpoints."""
+"""Vector environments of single environments, and a batch of environments of any backend behind one contract."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import setitem
 from typing import Any, NamedTuple, NoReturn
 
+import gymnasium
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector.utils import batch_space, create_empty_array, iterate
 from gymnasium.wrappers.vector import TransformReward
 
 from lightning_rl.environments.contract import (
@@ -23,6 +27,7 @@ from lightning_rl.environments.contract import (
     EpisodeTracker,
     WorkerFailure,
     autoreset_mode,
+    batch_infos,
     complaint,
     first_not_finite,
     is_failure,
@@ -30,10 +35,16 @@ from lightning_rl.environments.contract import (
     summary,
     surely_finite,
 )
-from lightning_rl.environments.workers import ChooseAhead, WorkerPool
 from lightning_rl.environments.wrappers.history import VectorHistory
 from lightning_rl.nested import Nested, map_leaves, nested_paths, space_leaves
 from lightning_rl.validation import ConfigurationError, check
+
+Factory = Callable[[], gymnasium.Env[Any, Any]]
+ChooseAhead = Callable[[int, Nested], Any]
+"""A function of a count and observations `[B, ...]`, of which the first `count` rows are new. It returns actions
+`[B, ...]`, or None if no environment may step ahead."""
+Message = tuple[Any, ...]
+"""A message to an environment, see `EnvironmentServer`."""
 
 
 # No type arguments: VectorWrapper takes none before Gymnasium 1.4.
@@ -56,31 +67,174 @@ class NativeCartPole(VectorWrapper):
         return state["state"].T.astype(np.float32)
 
 
-def recorded(env: Any, tracker: EpisodeTracker) -> list[dict[str, Any]]:  # noqa: ANN401 - a LocalVectorEnv or WorkerPool
-    """Return `SeededEpisodes.recorded` of every environment."""
-    records = []
-    for index, record in enumerate(env.call("recorded")):
-        # The next step replaces a worker that was lost since the last one.
-        lost = {"stream_seed": tracker.streams[index], "episode": int(tracker.episodes[index])}
-        records.append(lost if record is None else to_tensors(record))
-    return records
+class EnvironmentServer:
+    """Answers the messages of an `EnvironmentPool` to one of its environments, in the environment's process.
 
-
-def restore(env: Any, tracker: EpisodeTracker, states: list[dict[str, Any]]) -> tuple[Array, Nested]:  # noqa: ANN401
-    """Restore environments from their records; return which are exact, `[B]`, and the observations, `[B, ...]`.
-
-    Environments that are not exact have begun new episodes.
+    The messages are `("step", action)`, `("reset" or "next_episode", keyword arguments)` and `("call", name, arguments,
+    keyword arguments)`. Observations are written into row `index` of `observations`, `[B, ...]`.
     """
-    records = [to_arrays(state) for state in states]
-    tracker.streams = [record["stream_seed"] for record in records]
-    answers: Any = env.call_each("restore", [(record,) for record in records])
-    # None comes from a worker that was lost during the replay.
-    answers = [(False, env.replace(i)[0]) if answer is None else answer for i, answer in enumerate(answers)]
-    exact, rows = zip(*answers, strict=True)
-    tracker.start(~np.array(exact))
-    # Environments may return keys in any order, and lists instead of tuples.
-    like = nested_paths(env.single_observation_space)
-    return np.array(exact), map_leaves(lambda _, *parts: np.stack(parts), like, *rows)
+
+    def __init__(self, env: gymnasium.Env[Any, Any], index: int, mode: AutoresetMode, observations: Nested) -> None:
+        self.env, self.index, self.mode, self.observations = env, index, mode, observations
+        self._resets_next = False
+
+    def answer(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 - any answer
+        env, ended, answer = self.env, False, None
+        if name == "call":
+            attribute = env.get_wrapper_attr(arguments[0])
+            return attribute(*arguments[1], **arguments[2]) if callable(attribute) else attribute
+        if name != "step":
+            observation, answer = env.get_wrapper_attr(name)(**arguments[0])
+        elif self._resets_next:
+            observation, info = env.reset()
+            answer = 0.0, False, False, info
+        else:
+            observation, reward, terminated, truncated, info = env.step(*arguments)
+            ended = terminated or truncated
+            if ended and self.mode is AutoresetMode.SAME_STEP:
+                final = {"final_info": info, "final_obs": observation}
+                observation, info = env.reset()
+                info = final | info
+            answer = reward, terminated, truncated, info
+        self._resets_next = ended and self.mode is AutoresetMode.NEXT_STEP
+        if type(self.observations) is np.ndarray:  # `map_leaves` takes three times as long
+            self.observations[self.index] = observation
+        else:
+            map_leaves(lambda rows, x: setitem(rows, self.index, x), self.observations, observation)
+        return answer
+
+
+class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
+    """A vector environment of single environments, each behind an `EnvironmentServer`.
+
+    `step` and `reset` return the same arrays of observations each time.
+
+    Args:
+        like: The first environment, or its `Description`.
+        num_envs: Number of environments `B`.
+        mode: When the environments are reset.
+
+    Attributes:
+        observations: Arrays `[B, ...]`.
+        steps_ahead: Whether `WorkerPool.choose_ahead` can be set.
+        tracker: Tracks the episode and step of every environment, also of lost workers.
+        settings: Settings of environments that replace lost ones.
+    """
+
+    observations: Nested
+    steps_ahead = False
+
+    def __init__(self, like: Any, num_envs: int, mode: AutoresetMode) -> None:  # noqa: ANN401
+        self.num_envs = num_envs
+        self.metadata = {**like.metadata, "autoreset_mode": mode}
+        self.render_mode = like.render_mode
+        self.single_observation_space, self.single_action_space = like.observation_space, like.action_space
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.tracker = EpisodeTracker([], None)
+        self.settings: EnvSettings = {}, {}
+
+    @abstractmethod
+    def ask(self, messages: Mapping[int, Message]) -> list[Any]:
+        """Send messages to environments by index, and return their answers; None for a lost worker."""
+
+    def replace(self, index: int) -> tuple[Any, dict[str, Any]]:
+        """Replace a lost worker; return the first observation and `info` of the next episode."""
+        raise NotImplementedError
+
+    def check_spaces(self, each: Iterable[Any]) -> None:
+        """Raise a `RuntimeError` unless all environments, or their descriptions, have the same spaces."""
+        expected = {"observation_space": self.single_observation_space, "action_space": self.single_action_space}
+        for index, one in enumerate(each):
+            for name, space in expected.items():
+                if (other := getattr(one, name)) != space:
+                    raise RuntimeError(f"environment {index} has {name}={other}, expected {space} as environment 0")
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
+        taken = enumerate(iterate(self.action_space, actions))
+        outcomes = self.ask({index: ("step", action) for index, action in taken})
+        return self.observations, *together(outcomes)
+
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        seeds = seed if isinstance(seed, list) else [None if seed is None else seed + i for i in range(self.num_envs)]
+        chosen = np.ones(self.num_envs, bool)
+        if options is not None and "reset_mask" in options:
+            chosen = options["reset_mask"]
+            options = {key: value for key, value in options.items() if key != "reset_mask"}
+        messages = {i: ("reset", {"seed": seeds[i], "options": options}) for i in np.flatnonzero(chosen).tolist()}
+        infos: list[dict[str, Any]] = [{}] * self.num_envs
+        for index, info in zip(messages, self.ask(messages), strict=True):
+            infos[index] = self.replace(index)[1] if info is None else info
+        return self.observations, batch_infos(infos)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:  # noqa: ANN401
+        """Call a method of every environment, or get an attribute; None for a lost worker; raises as `step`."""
+        return tuple(self.ask(dict.fromkeys(range(self.num_envs), ("call", name, args, kwargs))))
+
+    def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Call a method of every environment with its own arguments."""
+        return tuple(self.ask({i: ("call", name, args, {}) for i, args in enumerate(arguments)}))
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:  # noqa: ANN401
+        each = values if isinstance(values, list | tuple) else [values] * self.num_envs
+        self.call_each("set_wrapper_attr", [(name, value) for _, value in zip(range(self.num_envs), each, strict=True)])
+
+    def render(self) -> tuple[Any, ...]:
+        return self.call("render")
+
+    def recorded(self) -> list[dict[str, Any]]:
+        """Return `SeededEpisodes.recorded` of every environment."""
+        records = []
+        for index, record in enumerate(self.call("recorded")):
+            # The next step replaces a worker that was lost since the last one.
+            lost = {"stream_seed": self.tracker.streams[index], "episode": int(self.tracker.episodes[index])}
+            records.append(lost if record is None else to_tensors(record))
+        return records
+
+    def restore(self, states: list[dict[str, Any]]) -> tuple[Array, Nested]:
+        """Restore environments from their records; return which are exact, `[B]`, and the observations, `[B, ...]`.
+
+        Environments that are not exact have begun new episodes.
+        """
+        records = [to_arrays(state) for state in states]
+        self.tracker.streams = [record["stream_seed"] for record in records]
+        answers = self.call_each("restore", [(record,) for record in records])
+        # None comes from a worker that was lost during the replay.
+        results = [(False, self.replace(i)[0]) if answer is None else answer for i, answer in enumerate(answers)]
+        exact, rows = zip(*results, strict=True)
+        self.tracker.start(~np.array(exact))
+        # Environments may return keys in any order, and lists instead of tuples.
+        like = nested_paths(self.single_observation_space)
+        return np.array(exact), map_leaves(lambda _, *parts: np.stack(parts), like, *rows)
+
+
+def together(outcomes: Sequence[Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Return the rewards, ends and `info` of all environments in arrays `[B]`."""
+    rewards, terminated, truncated, infos = zip(*outcomes, strict=True)
+    return np.array(rewards, np.float64), np.array(terminated, bool), np.array(truncated, bool), batch_infos(infos)
+
+
+class LocalVectorEnv(EnvironmentPool):
+    """Steps environments one after another in this process."""
+
+    def __init__(self, factories: Sequence[Factory], mode: AutoresetMode) -> None:
+        self.envs = [make() for make in factories]
+        super().__init__(self.envs[0], len(self.envs), mode)
+        self.check_spaces(self.envs)
+        self.observations = create_empty_array(self.single_observation_space, self.num_envs)
+        self._servers = [EnvironmentServer(env, i, mode, self.observations) for i, env in enumerate(self.envs)]
+
+    def ask(self, messages: Mapping[int, Message]) -> list[Any]:
+        return [self._servers[index].answer(*message) for index, message in messages.items()]
+
+    def close_extras(self, **kwargs: Any) -> None:  # noqa: ANN401
+        for env in self.envs:
+            env.close()
 
 
 def stateful_parts(env: Any) -> tuple[list[VectorHistory], Any]:  # noqa: ANN401 - a vector environment
@@ -217,19 +371,16 @@ class EnvironmentBatch:
         # Names in errors; None for leaves that are always finite.
         self._float_names = map_leaves(float_name, nested_paths(self.single_observation_space))
         self._failures: list[str] = []
-        if isinstance(env.unwrapped, WorkerPool):
-            env.unwrapped.tracker = self._tracker
+        self._pool = env.unwrapped if isinstance(env.unwrapped, EnvironmentPool) else None
+        if self._pool is not None:
+            self._pool.tracker = self._tracker
         self._histories, self._base = stateful_parts(env)
         self._kind_of_state: str | None = "arrays" if isinstance(self._base, NativeCartPole) else None
-        if isinstance(reset_seed, list) and self._base is not None:
+        if self._pool is not None and self._base is self._pool:
             self._kind_of_state = "episodes"
         # The policy acts on the observations of the workers, before any wrapper changes them.
-        self.can_step_ahead = (
-            isinstance(self._base, WorkerPool)
-            and not self._histories
-            and self.mode is AutoresetMode.SAME_STEP
-            and self.num_envs > 1
-        )
+        are_own = self._kind_of_state == "episodes" and not self._histories
+        self.can_step_ahead = are_own and self._base.steps_ahead
         # Which environments the next step resets; None: no environment.
         self._resets_next: Array | None = None
 
@@ -295,13 +446,11 @@ class EnvironmentBatch:
     def set_env_settings(self, settings: EnvSettings) -> None:
         """Change attributes and reset options; see `RolloutDataModule.set_env_settings`."""
         with self._named("set_env_settings"):
-            if not isinstance(self._reset_seed, list):
+            if self._pool is None:
                 set_vector_attributes(self.env, settings)
                 return
-            if isinstance(pool := self.env.unwrapped, WorkerPool):
-                pool.settings = settings
-            env: Any = self.env
-            for missing in env.call("set_env_settings", settings):
+            self._pool.settings = settings
+            for missing in self._pool.call("set_env_settings", settings):
                 check_attributes(missing or [], self.env)
 
     def pop_failures(self) -> list[str]:
@@ -347,7 +496,7 @@ class EnvironmentBatch:
             return None
         with self._named("recorded"):
             if self._kind_of_state == "episodes":
-                environments: Any = recorded(self._base, self._tracker)
+                environments: Any = self._base.recorded()
             else:
                 environments = to_tensors(self._base.state_dict())
         resets_next = torch.zeros(self.num_envs, dtype=torch.bool)
@@ -362,7 +511,7 @@ class EnvironmentBatch:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested] | None:
-        """Restore the environments and return the result of `restore`; None if another backend wrote the state."""
+        """Return the result of `EnvironmentPool.restore`; None if another backend wrote the state."""
         if state["kind"] != self._kind_of_state:
             return None
         if state["kind"] == "episodes":
@@ -374,7 +523,7 @@ class EnvironmentBatch:
         self._resets_next = resets_next if resets_next.any() else None
         with self._named("restore"):
             if self._kind_of_state == "episodes":
-                exact, observations = restore(self._base, self._tracker, state["environments"])
+                exact, observations = self._base.restore(state["environments"])
             else:
                 exact = np.ones(self.num_envs, bool)
                 observations = self._base.load_state_dict(to_arrays(state["environments"]))

@@ -7,7 +7,8 @@ import functools
 import signal
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NoReturn, TypeAlias
 
@@ -61,6 +62,30 @@ class WorkerFailure(Exception):
         super().__init__(f"environment {', '.join(map(str, indices)) or '(unknown)'} {what}")
         self.indices = indices
         self.what = what
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception of another process: its text and traceback, since not every exception can be pickled.
+
+    `kind` is `EnvironmentFailure`, `ConfigurationError`, or None for other exceptions.
+    """
+
+    kind: type[Exception] | None
+    text: str
+    trace: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        kind = next((k for k in (EnvironmentFailure, ConfigurationError) if isinstance(error, k)), None)
+        text = summary(error) if kind is None else str(error)
+        return cls(kind, text, "".join(traceback.format_exception(error)))
+
+    def to_error(self, process: str, otherwise: Callable[[str], Exception], prefix: str = "") -> Exception:
+        """Return the exception, made by `otherwise` if it has no kind, with the traceback as a note."""
+        error = (self.kind or otherwise)(prefix + self.text)
+        error.add_note(f"In {process}:\n{self.trace}")
+        return error
 
 
 def give_up(failure: EnvironmentFailure) -> NoReturn:

@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing, VectorGameScore, sign
-from lightning_rl.environments.batch import EnvironmentBatch, NativeCartPole
+from lightning_rl.environments.batch import EnvironmentBatch, Factory, LocalVectorEnv, NativeCartPole
 from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, role_prefix, summary
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.environments.registry import (
@@ -33,14 +33,7 @@ from lightning_rl.environments.registry import (
 from lightning_rl.environments.rendering import Camera, check_renders, prepare_rendering, steps_per_second
 from lightning_rl.environments.spec import WRAPPERS, EnvironmentSpec
 from lightning_rl.environments.tensor_batch import AsArrays, TensorEnvironments
-from lightning_rl.environments.workers import (
-    DescribedVector,
-    Description,
-    Factory,
-    LocalVectorEnv,
-    WorkerPool,
-    describe,
-)
+from lightning_rl.environments.workers import DescribedVector, Description, WorkerPool, describe
 from lightning_rl.environments.wrappers.action_repeat import (
     ActionRepeat,
     LearnedActionRepeat,
@@ -91,7 +84,7 @@ def make_environments(
     factories = [functools.partial(make_single, spec, gym_spec, env_wrappers, index) for index in range(num_envs)]
     env: VectorEnv[Any, Any, Any]
     if spec.backend == "sync":
-        env = LocalVectorEnv(factories, copy=False, autoreset_mode=autoreset_mode)
+        env = LocalVectorEnv(factories, autoreset_mode)
     else:
         # `space_pair` has the spaces outside of vector wrappers, which may differ from the spaces inside.
         if space_pair is None or vector_wrappers or spec.changes_observations:

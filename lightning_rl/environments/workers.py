@@ -11,50 +11,38 @@ import pickle
 import signal
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import setitem
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter, setitem
 from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import (
     CloudpickleWrapper,
-    batch_space,
     clear_mpi_env_vars,
     create_shared_memory,
     iterate,
     read_from_shared_memory,
-    write_to_shared_memory,
 )
 
+from lightning_rl.environments.batch import ChooseAhead, EnvironmentPool, EnvironmentServer, Factory, Message, together
 from lightning_rl.environments.contract import (
     FAILURE,
     LOST,
     MAX_RESTARTS_IN_A_ROW,
     EnvironmentFailure,
-    EnvSettings,
-    EpisodeTracker,
+    Failure,
     WorkerFailure,
-    batch_infos,
     give_up,
-    summary,
 )
-from lightning_rl.nested import Nested, map_leaves
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.nested import map_leaves
 
 # Seconds that all workers together have to close their environments before they are killed.
 _GRACE = 5.0
 _LEFT_TO_PARENT = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
-Factory = Callable[[], gymnasium.Env[Any, Any]]
-ChooseAhead = Callable[[int, Nested], Any]
-"""A function of a count and observations `[B, ...]`, of which the first `count` rows are new. It returns actions
-`[B, ...]`, or None if no environment may step ahead."""
-Message = tuple[Any, ...]
-"""A message to a worker, see `_serve`."""
 
 
 class Description(NamedTuple):
@@ -66,26 +54,7 @@ class Description(NamedTuple):
     render_mode: str | None
 
 
-class LocalVectorEnv(SyncVectorEnv):
-    """`SyncVectorEnv` with `call_each`; infos that differ in type or shape become arrays of objects."""
-
-    def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
-        for key, value in env_info.items():
-            try:
-                super()._add_info(vector_infos, {key: value}, env_num)
-            except (AttributeError, IndexError, TypeError, ValueError):
-                mixed = np.empty(self.num_envs, object)
-                for index, other in enumerate(vector_infos[key]):
-                    mixed[index] = value if index == env_num else other
-                vector_infos[key] = mixed
-                vector_infos[f"_{key}"][env_num] = True
-        return vector_infos
-
-    def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        return tuple(env.get_wrapper_attr(name)(*args) for env, args in zip(self.envs, arguments, strict=True))
-
-
-class WorkerPool(VectorEnv[Any, Any, Any]):
+class WorkerPool(EnvironmentPool):
     """A vector environment with one worker process per environment and a time limit on every answer.
 
     Observations live in shared memory: `step` and `reset` return the same arrays each time. A worker that dies, hangs
@@ -100,8 +69,6 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         described: The spaces of each environment; this process makes no environment.
 
     Attributes:
-        tracker: Tracks the episode and step of every environment, also of lost workers.
-        settings: Settings of environments that replace lost ones.
         choose_ahead: Chooses the next actions of the first half of the environments while the second half still steps,
             in the next call of `step`; the call after that ignores the actions of the first half.
     """
@@ -114,15 +81,8 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         described: Description,
         replaces_workers: bool = False,
     ) -> None:
-        self.num_envs = len(factories)
-        self.metadata = {**described.metadata, "autoreset_mode": autoreset_mode}
-        self.render_mode = described.render_mode
-        self.single_observation_space, self.single_action_space = described.observation_space, described.action_space
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        super().__init__(described, len(factories), autoreset_mode)
         self.timeout = timeout
-        self.tracker = EpisodeTracker([], None)
-        self.settings: EnvSettings = {}, {}
         self._factories = factories
         self._mode = autoreset_mode
         self._replaces_workers = replaces_workers
@@ -134,13 +94,17 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         # Returned by steps in halves, whose first half already writes its next observations to shared memory.
         self._kept = map_leaves(np.array, self.observations)
         self.choose_ahead: ChooseAhead | None = None
+        self.steps_ahead = autoreset_mode is AutoresetMode.SAME_STEP and self.num_envs > 1
         self._ahead = range(0)  # environments that already run the next step
         self.processes: list[Any] = [None] * self.num_envs
         self.pipes: list[Any] = [None] * self.num_envs
         with none_left_on_failure():
             for index in range(self.num_envs):
                 self._start(index)
-            self._check_spaces_of_workers()
+            found = self._ask(dict.fromkeys(range(self.num_envs), ("describe",)))
+            if self._lost:
+                raise self._failure(self._lost)
+            self.check_spaces(one.fn for one in found)
         # Runs before multiprocessing sends SIGTERM, which the workers ignore, and waits for them.
         self._at_exit = functools.partial(kill, self.processes)
         atexit.register(self._at_exit)
@@ -159,43 +123,12 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
                 observations, outcomes = self.observations, self._outcomes(range(self.num_envs))
             else:
                 observations, outcomes = self._step_in_halves(choose)
-            rewards, terminated, truncated, infos = zip(*outcomes, strict=True)
-            ends = np.array(terminated, np.bool_), np.array(truncated, np.bool_)
-            return observations, np.array(rewards, np.float64), *ends, batch_infos(infos)
+            return observations, *together(outcomes)
 
-    def reset(
-        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        seeds = seed if isinstance(seed, list) else [None if seed is None else seed + i for i in range(self.num_envs)]
-        chosen = np.ones(self.num_envs, bool)
-        if options is not None and "reset_mask" in options:
-            chosen = options["reset_mask"]
-            options = {key: value for key, value in options.items() if key != "reset_mask"}
+    def ask(self, messages: Mapping[int, Message]) -> list[Any]:
+        """Send messages to workers and return their answers in the same order; None for a lost worker."""
         with self._guarded():
-            messages = {i: ("reset", {"seed": seeds[i], "options": options}) for i in np.flatnonzero(chosen).tolist()}
-            infos: list[dict[str, Any]] = [{}] * self.num_envs
-            for index, info in zip(messages, self._ask(messages), strict=True):
-                infos[index] = self.replace(index)[1] if info is None else info
-            return self.observations, batch_infos(infos)
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:  # noqa: ANN401
-        """Call a method of every environment, or get an attribute; None for a lost worker; raises as `step`."""
-        with self._guarded():
-            return tuple(self._ask(dict.fromkeys(range(self.num_envs), ("call", name, args, kwargs))))
-
-    def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        with self._guarded():
-            return tuple(self._ask({i: ("call", name, args, {}) for i, args in enumerate(arguments)}))
-
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        return self.call(name)
-
-    def set_attr(self, name: str, values: Any) -> None:  # noqa: ANN401
-        each = values if isinstance(values, list | tuple) else [values] * self.num_envs
-        self.call_each("set_wrapper_attr", [(name, value) for _, value in zip(self.pipes, each, strict=True)])
-
-    def render(self) -> tuple[Any, ...]:
-        return self.call("render")
+            return self._ask(messages)
 
     def replace(self, index: int) -> tuple[Any, dict[str, Any]]:
         """Replace a lost worker and begin the next episode of its stream; return first observation and `info`.
@@ -204,20 +137,19 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         """
         stream_seed, episode, step = self.tracker.where(index)
         failures: list[str] = []
-        while True:
-            lost = self._failure({index: self._lost.pop(index)})
-            failures.append(f"{self.tracker.label_at(index, episode, step)} {lost.what}")
-            self._losses_in_a_row[index] += 1
-            if self._losses_in_a_row[index] > MAX_RESTARTS_IN_A_ROW:
-                give_up(EnvironmentFailure(failures[-1]))
-            self._start(index)
-            arguments = {"stream_seed": stream_seed, "episode": episode, "settings": self.settings}
-            self._send({index: ("next_episode", arguments)})
-            (info,) = self._answers([index])
-            if info is not None:
-                row = list(iterate(self.observation_space, self.observations))[index]
-                return row, info | {FAILURE: failures + info.get(FAILURE, [])}
-            episode, step = episode + 1, 0  # the episode in which the replacement was lost
+        with self._guarded():
+            while index in self._lost:
+                lost = self._failure({index: self._lost.pop(index)})
+                failures.append(f"{self.tracker.label_at(index, episode, step)} {lost.what}")
+                self._losses_in_a_row[index] += 1
+                if self._losses_in_a_row[index] > MAX_RESTARTS_IN_A_ROW:
+                    give_up(EnvironmentFailure(failures[-1]))
+                self._start(index)
+                arguments = {"stream_seed": stream_seed, "episode": episode, "settings": self.settings}
+                self._send({index: ("next_episode", arguments)})
+                (info,) = self._answers([index])
+                episode, step = episode + 1, 0  # the episode in which the replacement may have been lost
+        return map_leaves(itemgetter(index), self.observations), info | {FAILURE: failures + info.get(FAILURE, [])}
 
     def close_extras(self, terminate: bool = False) -> None:
         """End the workers, and kill those that do not end in time; may be called in any state."""
@@ -261,28 +193,8 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         return outcomes
 
     def _start(self, index: int) -> None:
-        self.pipes[index], child_pipe = multiprocessing.Pipe()
-        factory = CloudpickleWrapper(self._factories[index])
-        process = multiprocessing.Process(
-            target=_work,
-            args=(index, factory, child_pipe, self._shared, self._mode),
-            name=f"Worker-{index}",
-            daemon=True,
-        )
-        self.processes[index] = process
-        with signals_waiting(), clear_mpi_env_vars():
-            process.start()
-        child_pipe.close()
-
-    def _check_spaces_of_workers(self) -> None:
-        expected = {"observation_space": self.single_observation_space, "action_space": self.single_action_space}
-        for name, space in expected.items():
-            found = self._ask(dict.fromkeys(range(self.num_envs), ("call", name, (), {})))
-            if self._lost:
-                raise self._failure(self._lost)
-            for index, other in enumerate(found):
-                if other != space:
-                    raise RuntimeError(f"environment {index} has {name}={other}, expected {space} as environment 0")
+        shared = self._shared, self.num_envs
+        self.pipes[index], self.processes[index] = start(index, self._factories[index], self._mode, shared)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -295,7 +207,6 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
             raise
 
     def _ask(self, messages: Mapping[int, Message]) -> list[Any]:
-        """Send messages to workers and return their answers in the same order; None for a lost worker."""
         self._answers(self._ahead)  # discards steps of an interrupted rollout
         self._ahead = range(0)
         self._send(messages)
@@ -320,17 +231,15 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         if index in self._lost:
             return None
         try:
-            if not self.pipes[index].poll(max(0.0, deadline - time.monotonic())):
-                return self._lose(index, hangs=True)
-            answer, error = pickle.loads(self.pipes[index].recv_bytes())
+            answer = receive(self.pipes[index], deadline - time.monotonic())
+        except TimeoutError:
+            return self._lose(index, hangs=True)
         except (EOFError, OSError):
             return self._lose(index)
-        if error is None:
-            return answer
-        of_environment, what, trace = error
-        failure: Exception = EnvironmentFailure(what) if of_environment else WorkerFailure([index], what)
-        failure.add_note(f"In its worker process:\n{trace}")
-        raise failure
+        if isinstance(answer, Failure):
+            name = "its worker process"
+            raise answer.to_error(name, lambda text: WorkerFailure([index], f"raised in {name}: {text}"))
+        return answer
 
     def _lose(self, index: int, hangs: bool = False) -> None:
         """Mark a worker as lost, and kill it, so that a late answer cannot arrive."""
@@ -354,55 +263,52 @@ def send(pipe: Any, message: Any) -> None:  # noqa: ANN401 - a connection, and a
     pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
-def _work(index: int, make: Factory, pipe: Any, shared: Any, mode: AutoresetMode) -> None:  # noqa: ANN401
-    """Run an environment with observations in `shared` memory until the parent closes it; send (answer, error)."""
+def receive(pipe: Any, seconds: float) -> Any:  # noqa: ANN401
+    """Return an answer or `Failure`; raise a `TimeoutError` after `seconds`, other errors if the process has ended."""
+    if not pipe.poll(max(0.0, seconds)):
+        raise TimeoutError
+    return pickle.loads(pipe.recv_bytes())
+
+
+def start(index: int, make: Factory, mode: AutoresetMode, shared: Any = None) -> tuple[Any, Any]:  # noqa: ANN401
+    """Start a process for one environment; return the pipe to it, and the process."""
+    pipe, child_pipe = multiprocessing.Pipe()
+    args = index, CloudpickleWrapper(make), mode, shared, child_pipe
+    process = multiprocessing.Process(target=_work, args=args, name=f"Worker-{index}", daemon=True)
+    with signals_waiting(), clear_mpi_env_vars():
+        process.start()
+    child_pipe.close()
+    return pipe, process
+
+
+def _work(index: int, make: Factory, mode: AutoresetMode, shared: Any, pipe: Any) -> None:  # noqa: ANN401
+    """Answer the messages of `EnvironmentServer`, and `("describe",)`, until `("close",)` or a failure.
+
+    `shared` is the memory for observations and the number of environments.
+    """
     live_with_parent()
-    env = None
+    env, name = None, ""
     try:
         env = make()
-        _serve(env, index, pipe, shared, mode)
-    except BaseException as error:
-        of_environment = isinstance(error, EnvironmentFailure)
-        what = str(error) if of_environment else f"raised in its worker process: {type(error).__name__}: {error}"
-        with contextlib.suppress(OSError):
-            send(pipe, (None, (of_environment, what, traceback.format_exc())))
-    finally:
-        if env is not None:
-            env.close()
-
-
-def _serve(env: gymnasium.Env[Any, Any], index: int, pipe: Any, shared: Any, mode: AutoresetMode) -> None:  # noqa: ANN401
-    """Answer the parent's messages until it sends `("close",)`.
-
-    The other messages are `("step", action)`, `("reset" or "next_episode", keyword arguments)` and `("call", name,
-    arguments, keyword arguments)`.
-    """
-    space = env.observation_space
-    resets_next = False
-    while (message := pickle.loads(pipe.recv_bytes()))[0] != "close":
-        name, *arguments = message
-        answer: Any
-        if name == "call":
-            attribute = env.get_wrapper_attr(arguments[0])
-            answer = attribute(*arguments[1], **arguments[2]) if callable(attribute) else attribute
-        else:
-            ended = False
-            if name != "step":
-                observation, answer = env.get_wrapper_attr(name)(**arguments[0])
-            elif resets_next:
-                observation, info = env.reset()
-                answer = 0.0, False, False, info
+        observations = None if shared is None else read_from_shared_memory(env.observation_space, *shared)
+        server = EnvironmentServer(env, index, mode, observations)
+        while name != "close":
+            name, *arguments = pickle.loads(pipe.recv_bytes())
+            answer: Any = None
+            if name == "close":
+                env.close()
+            elif name == "describe":
+                spaces = env.observation_space, env.action_space
+                described: Any = Description(*spaces, dict(env.metadata), env.render_mode)
+                answer = CloudpickleWrapper(described)  # spaces may have lambdas
             else:
-                observation, reward, terminated, truncated, info = env.step(*arguments)
-                ended = terminated or truncated
-                if ended and mode is AutoresetMode.SAME_STEP:
-                    final = {"final_info": info, "final_obs": observation}
-                    observation, info = env.reset()
-                    info = final | info
-                answer = reward, terminated, truncated, info
-            resets_next = ended and mode is AutoresetMode.NEXT_STEP
-            write_to_shared_memory(space, index, observation, shared)
-        send(pipe, (answer, None))
+                answer = server.answer(name, *arguments)
+            send(pipe, answer)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            send(pipe, Failure.of(error))
+        if env is not None and name != "close":
+            env.close()
 
 
 def live_with_parent() -> None:
@@ -461,10 +367,6 @@ def kill(processes: Iterable[Any]) -> None:
         process.join(1.0)
 
 
-# Seconds until a new process runs this file; it may have to import everything first.
-_START = 120.0
-
-
 class DescribedVector(VectorEnv[Any, Any, Any]):
     """A vector environment that has only spaces; vector wrappers show how they change them."""
 
@@ -474,60 +376,32 @@ class DescribedVector(VectorEnv[Any, Any, Any]):
         self.single_observation_space, self.single_action_space = described.observation_space, described.action_space
 
 
-def describe(make: Callable[[], gymnasium.Env[Any, Any]], who: str, timeout: float) -> Description:
+def describe(make: Factory, who: str, timeout: float) -> Description:
     """Make an environment in a new process, read its description and close it.
 
     The environment has `timeout` seconds to be made, and to be closed; messages call it `who`. An invalid option raises
     a `ConfigurationError`, an environment that raises, hangs or dies an `EnvironmentFailure`.
     """
-    context = multiprocessing.get_context()
-    pipe, child_pipe = context.Pipe()
-    process = context.Process(target=_answer, args=(child_pipe, CloudpickleWrapper(make), who), daemon=True)
+    pipe, process = start(0, make, AutoresetMode.SAME_STEP)
+
+    def ask(name: str, hung: str, raised: str) -> Any:  # noqa: ANN401
+        try:
+            send(pipe, (name,))
+            answer = receive(pipe, timeout)
+        except TimeoutError:
+            raise EnvironmentFailure(f"{who} {hung} within env.step_timeout={timeout:g} seconds") from None
+        except (EOFError, OSError) as gone:
+            process.join(1.0)  # a pipe closes a little before its process ends
+            raise EnvironmentFailure(f"{who} is gone: its process died with exit code {process.exitcode}") from gone
+        if isinstance(answer, Failure):
+            raise answer.to_error("its process", lambda text: EnvironmentFailure(f"{who} raised {raised}: {text}"))
+        return answer
+
     try:
-        with signals_waiting():
-            process.start()
-        child_pipe.close()
-        _wait_for(pipe, process, who, "was not started", _START)
-        described: Description = _wait_for(pipe, process, who, "was not made", timeout)()
-        _wait_for(pipe, process, who, "did not close", timeout)
+        described: Description = ask("describe", "was not made", "when it was made").fn
+        ask("close", "did not close", "in close")
         process.join(1.0)
     finally:
-        kill([process] if process.pid is not None else [])
+        kill([process])
         pipe.close()
     return described
-
-
-def _wait_for(pipe: Any, process: Any, who: str, what: str, timeout: float) -> Any:  # noqa: ANN401 - any answer
-    """Return the next answer of the process; raise if it has none in time, has died, or sends an error."""
-    try:
-        if not pipe.poll(timeout):
-            raise EnvironmentFailure(f"{who} {what} within env.step_timeout={timeout:g} seconds")
-        answer, error = pipe.recv()
-    except (EOFError, OSError) as gone:
-        process.join(1.0)  # a pipe closes a little before its process ends
-        raise EnvironmentFailure(f"{who} is gone: its process died with exit code {process.exitcode}") from gone
-    if error is not None:
-        kind, message, trace = error
-        failure: Exception = kind(message)
-        failure.add_note(f"In the process that reads its spaces:\n{trace}")
-        raise failure
-    return answer
-
-
-def _answer(pipe: Any, make: CloudpickleWrapper, who: str) -> None:  # noqa: ANN401 - a connection
-    live_with_parent()
-    doing = "when it was made"
-    try:
-        pipe.send((None, None))
-        env = make()
-        found: Any = Description(env.observation_space, env.action_space, dict(env.metadata), env.render_mode)
-        pipe.send((CloudpickleWrapper(lambda: found), None))
-        doing = "in close"
-        env.close()
-        pipe.send((None, None))
-    except BaseException as error:
-        trace = "".join(traceback.format_exception(error))
-        kind = ConfigurationError if isinstance(error, ConfigurationError) else EnvironmentFailure
-        message = str(error) if isinstance(error, kind) else f"{who} raised {doing}: {summary(error)}"
-        with contextlib.suppress(OSError):
-            pipe.send((None, (kind, message, trace)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
@@ -15,11 +14,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore
 from torch import nn
 
 from lightning_rl.data.collector import Sampler
-from lightning_rl.environments import Backend, EnvironmentFailure, EnvironmentSpec
+from lightning_rl.environments import Backend, EnvironmentSpec
 from lightning_rl.environments.contract import ACTORS, EnvSettings, derive_seed
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import (
-    ConfigurationError,
     check,
     check_number,
     check_positive_int,
@@ -216,27 +214,3 @@ def silence_other_actors(actor: int) -> None:
     """Let only actor 0 log and warn, since all actors would log the same."""
     if actor > 0:
         rank_zero_only.rank = actor  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Class, message and traceback of an actor's exception, since not every exception can be pickled."""
-
-    actor: int
-    kind: type[Exception]
-    message: str
-    trace: str
-
-    @classmethod
-    def of(cls, actor: int, error: Exception) -> Failure:
-        trace = "".join(traceback.format_exception(error))
-        for kind in (EnvironmentFailure, ConfigurationError):
-            if isinstance(error, kind):
-                return cls(actor, kind, str(error), trace)
-        return cls(actor, RuntimeError, f"{type(error).__name__}: {error}", trace)
-
-    def to_error(self) -> Exception:
-        """Return the exception for the learner, with the traceback as a note."""
-        error = self.kind(f"actor {self.actor}: {self.message}")
-        error.add_note(f"In the process of the actor:\n{self.trace}")
-        return error

@@ -19,10 +19,10 @@ import torch
 from lightning.pytorch import seed_everything
 from torch import nn
 
-from lightning_rl.data.actors.base import ActorConfig, ActorSetup, Failure, silence_other_actors
+from lightning_rl.data.actors.base import ActorConfig, ActorSetup, silence_other_actors
 from lightning_rl.data.actors.transport import POLL_SECONDS, PackedRollout, SharedWeights, pack, unpack
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.environments.contract import EnvSettings
+from lightning_rl.environments.contract import EnvSettings, Failure
 from lightning_rl.environments.workers import kill, live_with_parent, none_left_on_failure, signals_waiting
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import Policy, PolicyOutput
@@ -87,7 +87,7 @@ def run_actor(
     except _Stopped:
         pass
     except Exception as error:
-        results.put(Failure.of(actor, error))
+        results.put(Failure.of(error))
         status.set_busy(actor, False)
         for _ in requests:  # until the learner has received the failure and ends the requests
             pass
@@ -163,20 +163,20 @@ class ProcessActors:
     def next_rollout(self, while_waiting: Callable[[], None]) -> Rollout:
         while True:
             self._check_actors()
-            received = self._receive()
+            actor, received = self._receive()
             if isinstance(received, Failure):
                 self.close()
-                raise received.to_error()
+                raise received.to_error("the process of the actor", RuntimeError, f"actor {actor}: ")
             if received is not None:
                 return unpack(received)
             while_waiting()
 
-    def _receive(self) -> PackedRollout | Failure | None:
-        """Wait up to `POLL_SECONDS` for a result, and request another rollout from the same actor."""
+    def _receive(self) -> tuple[int | None, PackedRollout | Failure | None]:
+        """Wait up to `POLL_SECONDS` for a result of an actor, and request another rollout from this actor."""
         ready = wait([*self._pipes, *(process.sentinel for process in self._processes)], POLL_SECONDS)
         actor = next((actor for actor in self._turns if self._pipes[actor] in ready), None)
         if actor is None:
-            return None
+            return None, None
         try:
             received: PackedRollout | Failure = self._pipes[actor].recv()
         except Exception:
@@ -186,7 +186,7 @@ class ProcessActors:
         self._turns.remove(actor)
         self._turns.append(actor)
         self._request(actor)
-        return received
+        return actor, received
 
     def close(self) -> None:
         """End the processes, those that do not end in time by force."""

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from numpy.typing import NDArray
 from torch import nn
 
-from lightning_rl.data.actors.base import ActorConfig, ActorSetup, Failure, silence_other_actors
+from lightning_rl.data.actors.base import ActorConfig, ActorSetup, silence_other_actors
 from lightning_rl.data.actors.transport import (
     POLL_SECONDS,
     PackedRollout,
@@ -29,7 +29,7 @@ from lightning_rl.data.actors.transport import (
 )
 from lightning_rl.data.collector import Sampler
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.environments.contract import MAX_RESTARTS_IN_A_ROW, EnvSettings
+from lightning_rl.environments.contract import MAX_RESTARTS_IN_A_ROW, EnvSettings, Failure
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import Policy
 from lightning_rl.rollouts.rollout import Rollout
@@ -76,7 +76,7 @@ class RayWorker:
             # Ray writes arrays into its store without an extra copy.
             return replace(packed, block=cast(Any, np.frombuffer(cast(bytearray, packed.block), np.uint8)))
         except Exception as error:
-            return Failure.of(self._actor, error)
+            return Failure.of(error)
 
 
 @dataclass
@@ -218,7 +218,7 @@ class RayActors:
                 self._replace(actor, error)
             return None
         if isinstance(answer, Failure):
-            raise answer.to_error()
+            raise answer.to_error("the process of the actor", RuntimeError, f"actor {actor}: ")
         if is_current:
             member.since = time.monotonic()
             if request.joining:
