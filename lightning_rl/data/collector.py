@@ -27,7 +27,7 @@ from lightning_rl.environments import (
     make_environments,
 )
 from lightning_rl.environments.contract import LIFE_LOST, SAMPLING, TRAINING, EnvSettings, derive_seed
-from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked
+from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, map_stacked
 from lightning_rl.policies.interface import Policy, PolicyOutput, as_recurrent, tensor_conversion, to_environment
 from lightning_rl.policies.recurrent import RecurrentState
 from lightning_rl.policies.values import Finals, estimate
@@ -58,16 +58,11 @@ def profiled(
     return measured
 
 
-def with_rows_of(ahead: PolicyOutput, count: int, output: PolicyOutput) -> PolicyOutput:
-    """Return `output` with the first `count` rows of `ahead`, which differ if a network computes across rows."""
-    if all(leaves(map_leaves(lambda x, y: torch.equal(x[:count], y[:count]), ahead.action, output.action))):
-        return output
-
-    def join(x: Nested, y: Nested) -> Nested:
-        return None if y is None else map_leaves(lambda one, other: torch.cat([one[:count], other[count:]]), x, y)
-
-    names = ("action", "log_prob", "value", "environment_action")
-    return PolicyOutput(**{name: join(getattr(ahead, name), getattr(output, name)) for name in names})
+def copy_rows(ahead: PolicyOutput, count: int, output: PolicyOutput) -> None:
+    """Copy the first `count` rows of `ahead` to `output`; they only differ if a network computes across rows."""
+    for name in ("action", "environment_action", "log_prob", "value"):
+        if (x := getattr(output, name)) is not None:
+            map_leaves(lambda other, one: other[:count].copy_(one[:count]), x, getattr(ahead, name))
 
 
 class Collector:
@@ -210,7 +205,7 @@ class Collector:
         output = self._act(row, self.generator, **state)
         if self._ahead is not None:
             (count, ahead), self._ahead = self._ahead, None
-            output = with_rows_of(ahead, count, output)
+            copy_rows(ahead, count, output)
         acted = clock()
         self._store("actions", t, output.action)
         if output.log_prob is not None and output.value is not None:

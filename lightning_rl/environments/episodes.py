@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 import reprlib
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
@@ -38,30 +35,9 @@ from lightning_rl.environments.wrappers.action_mask import ReadMasks
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked, nested_paths
 from lightning_rl.validation import check
 
-_INTERFACE = {
-    "reset": "reset(*, seed=None, options=None) that returns two values, (observation, info)",
-    "step": "step(action) that returns five values, (observation, reward, terminated, truncated, info)",
-}
-_UNPACKED = re.compile(r"values to unpack|cannot unpack")
-_NO_KEYWORD = re.compile(r"reset\(\) got an unexpected keyword argument '(seed|options)'")
-# Folders of the code that unpacks the values of an environment.
-_CALLERS = tuple(Path(file).parent for file in (__file__, gymnasium.__file__))
-
 
 class Unexpected(Exception):
     """An environment returned a value that its interface or its space does not allow; the message names the value."""
-
-
-def is_older_interface_error(error: BaseException) -> bool:
-    """Whether a call failed because the environment has the interface from before Gymnasium 0.26."""
-    if isinstance(error, TypeError) and _NO_KEYWORD.search(str(error)):
-        return True
-    frames = traceback.extract_tb(error.__traceback__)
-    return (
-        isinstance(error, TypeError | ValueError)
-        and bool(_UNPACKED.search(str(error)))
-        and any(Path(frames[-1].filename).is_relative_to(folder) for folder in _CALLERS)
-    )
 
 
 def to_number(reward: Any) -> float:  # noqa: ANN401 - any value of an environment
@@ -97,9 +73,7 @@ def fit_leaf(path: str, space: spaces.Space[Any], x: Any) -> Any:  # noqa: ANN40
     name = f"an observation {path}".rstrip()
     try:
         given = np.asarray(x)
-    except ValueError:  # rows of different lengths
-        raise Unexpected(f"returned {name} of shape unknown: expected {space.shape}") from None
-    except (TypeError, RuntimeError) as error:  # a tensor on a GPU, or one that requires a gradient
+    except (TypeError, ValueError, RuntimeError) as error:  # such as a tensor on a GPU
         raise Unexpected(f"returned {name} that is not an array ({summary(error)})") from None
     if given.shape != space.shape:
         raise Unexpected(f"returned {name} of shape {given.shape}: expected {space.shape}")
@@ -148,9 +122,9 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     `index` and `evaluation` only identify the environment in messages.
 
     Raises:
-        EnvironmentFailure: In `reset` and `step`, with index, episode, seed and step: the environment raised, has the
-            interface from before Gymnasium 0.26, or returned an observation, reward, flag or `info` of a wrong type or
-            shape. The first observation must also be in its space; numbers outside of a `Box` only cause a warning.
+        EnvironmentFailure: In `reset` and `step`, with index, episode, seed and step: the environment raised, or
+            returned an observation, reward, flag or `info` of a wrong type or shape. The first observation must also be
+            in its space; numbers outside of a `Box` only cause a warning.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], index: int = 0, evaluation: bool = False) -> None:
@@ -193,10 +167,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             options = options if self.first_options is None else {**self.first_options, **(options or {})}
         self.step_count = 0
         try:
-            result = self._reset_env(options)
-            if type(result) is not tuple or len(result) != 2:
-                raise Unexpected(self._older_interface("reset", f"reset returned {type(result).__name__}"))
-            observation, info = result
+            observation, info = self._reset_env(options)
             check_info(info)
             self._observation = observation = self._fit(observation)
         except BaseException as error:
@@ -348,28 +319,17 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         if len(outside) and self.index == 0:  # the other environments have the same space
             place = tuple(outside[0].tolist())
             entry = f"(entry {', '.join(map(str, place))}) " if place else ""
+            who = self.spec.id if self.spec is not None else type(self.unwrapped).__name__
             rank_zero_warn(
-                f"{self._name} returned an {name} outside of its space: {entry}{rounded[place]}: expected "
+                f"{who} returned an {name} outside of its space: {entry}{rounded[place]}: expected "
                 f"{space.low[place]} to {space.high[place]}"
             )
-
-    @property
-    def _name(self) -> str:
-        return self.spec.id if self.spec is not None else type(self.unwrapped).__name__
-
-    def _older_interface(self, method: str, reason: object) -> str:
-        return (
-            f"does not have the interface of Gymnasium 0.26 and later ({reason}): expected of {self._name} a "
-            f"{_INTERFACE[method]}; the package shimmy wraps environments of older versions"
-        )
 
     def _raise_named(self, where: str, error: BaseException) -> NoReturn:
         if not is_failure(error):
             raise error
         if isinstance(error, Unexpected):
             raise self._failure(str(error)) from None
-        if is_older_interface_error(error):
-            raise self._failure(self._older_interface(where, error)) from error
         raise self._failure(f"raised in {where}: {summary(error)}") from error
 
     def _failure(self, what: str) -> EnvironmentFailure:

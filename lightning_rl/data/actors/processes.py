@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import seed_everything
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_rl.data.actors.base import ActorConfig, ActorSetup, silence_other_actors
 from lightning_rl.data.actors.transport import POLL_SECONDS, PackedRollout, SharedWeights, pack, unpack
@@ -33,29 +33,11 @@ from lightning_rl.validation import ConfigurationError
 _GRACE = 2.0
 
 
-class ActorStatus:
-    """Shared memory with the start time of each actor's rollout, and the learner's request to stop."""
-
-    def __init__(self, num_actors: int) -> None:
-        now = time.monotonic()  # the same clock in all processes of a machine
-        self._since = torch.full((num_actors,), now, dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]
-        self._stopped = torch.zeros(1, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
-
-    def set_busy(self, actor: int, is_busy: bool) -> None:
-        """Mark the start or the end of a rollout; actors also count as busy while they start."""
-        self._since[actor] = time.monotonic() if is_busy else torch.inf
-
-    def busy_for(self, actor: int) -> float:
-        return max(0.0, time.monotonic() - float(self._since[actor]))
-
-    def stop(self) -> None:
-        self._stopped.fill_(True)
-
-    def unless_stopped(self, act: Callable[..., PolicyOutput], *args: Any, **kwargs: Any) -> PolicyOutput:  # noqa: ANN401
-        """Call `act`, or raise `_Stopped` after `stop`."""
-        if self._stopped:
-            raise _Stopped
-        return act(*args, **kwargs)
+def act_unless(stopped: Tensor, act: Callable[..., PolicyOutput], *args: Any, **kwargs: Any) -> PolicyOutput:  # noqa: ANN401
+    """Call `act`, or raise `_Stopped` if the learner has set `stopped`."""
+    if stopped:
+        raise _Stopped
+    return act(*args, **kwargs)
 
 
 class _Stopped(Exception):
@@ -63,7 +45,7 @@ class _Stopped(Exception):
 
 
 def run_actor(
-    actor: int, setup: ActorSetup, module: nn.Module, weights: SharedWeights, status: ActorStatus, pipe: Connection
+    actor: int, setup: ActorSetup, module: nn.Module, weights: SharedWeights, stopped: Tensor, pipe: Connection
 ) -> None:
     """Collect a rollout for each `EnvSettings` in the `pipe`, and end with None; the main function of an actor."""
     live_with_parent()
@@ -78,17 +60,14 @@ def run_actor(
         policy, refresh = cast(Policy, module), weights.reader(module.requires_grad_(False))
         with contextlib.closing(setup.start_sampler(module, setup.seed_of(actor))) as sampler:
             # A stopped rollout ends at its next step. The instance is changed, not the class, which others may use.
-            vars(policy)["act"] = functools.partial(status.unless_stopped, policy.act)
+            vars(policy)["act"] = functools.partial(act_unless, stopped, policy.act)
             for settings in requests:
                 sampler.set_env_settings(settings)
-                status.set_busy(actor, True)
                 results.put(pack(sampler.collect(policy, refresh()), actor))
-                status.set_busy(actor, False)
     except _Stopped:
         pass
     except Exception as error:
         results.put(Failure.of(error))
-        status.set_busy(actor, False)
         for _ in requests:  # until the learner has received the failure and ends the requests
             pass
 
@@ -120,7 +99,9 @@ class ProcessActors:
         context = multiprocessing.get_context(options.start_method)
         self._weights = SharedWeights(policy, context)
         self._weights.publish(policy, version)
-        self._status = ActorStatus(options.count)
+        # Shared memory: the learner needs no more rollouts.
+        self._stopped = torch.zeros(1, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
+        self._since = [time.monotonic()] * options.count  # the start or the latest result of each actor
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._turns = list(range(options.count))  # actors, the least recently served first
@@ -133,7 +114,7 @@ class ProcessActors:
     def _start(self, context: Any, policy: nn.Module) -> None:  # noqa: ANN401 - multiprocessing types no `Process` here
         for actor in range(self._options.count):
             own, theirs = context.Pipe()
-            args = (actor, self._setup, policy, self._weights, self._status, theirs)
+            args = (actor, self._setup, policy, self._weights, self._stopped, theirs)
             process = context.Process(target=run_actor, args=args, name=f"actor {actor}", daemon=True)
             try:
                 process.start()
@@ -185,6 +166,7 @@ class ProcessActors:
             raise
         self._turns.remove(actor)
         self._turns.append(actor)
+        self._since[actor] = time.monotonic()
         self._request(actor)
         return actor, received
 
@@ -192,7 +174,7 @@ class ProcessActors:
         """End the processes, those that do not end in time by force."""
         if not self._pipes:
             return
-        self._status.stop()
+        self._stopped.fill_(True)
         for actor in range(len(self._pipes)):
             self._request(actor, False)
         deadline = time.monotonic() + _GRACE
@@ -205,13 +187,13 @@ class ProcessActors:
         atexit.unregister(self._at_exit)
 
     def _check_actors(self) -> None:
-        limit = self._options.timeout
+        limit, now = self._options.timeout, time.monotonic()
         for index, process in enumerate(self._processes):
             if not process.is_alive():
                 code = process.exitcode
                 how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
                 problem = f"is gone: its process {process.pid} {how}"
-            elif self._status.busy_for(index) > limit:
+            elif now - self._since[index] > limit and not self._pipes[index].poll():
                 problem = (
                     f"gave no rollout within actors.timeout={limit:g} seconds: its process {process.pid} was ended"
                 )
