@@ -96,7 +96,7 @@ def make_collector(spec: EnvironmentSpec, num_envs: int) -> tuple[Collector, Act
     environments = make_environments(spec, num_envs, list(range(num_envs)))
     space_pair = environments.single_observation_space, environments.single_action_space
     torch.manual_seed(0)
-    return Collector(environments, *space_pair, LENGTH, torch.Generator().manual_seed(0)), ActorCritic(*space_pair)
+    return Collector(environments, LENGTH, torch.Generator().manual_seed(0)), ActorCritic(*space_pair)
 
 
 def measure_workload(workload: dict[str, Any], pairs: int) -> dict[str, Any]:

@@ -392,9 +392,7 @@ def make_collector(
     environments: EnvironmentBatch, length: int, dtype: torch.dtype = torch.float32, info_keys: Sequence[str] = ()
 ) -> Collector:
     """A collector whose actions come from a generator seeded with 0."""
-    observation_space, action_space = environments.single_observation_space, environments.single_action_space
-    generator = torch.Generator().manual_seed(0)
-    return Collector(environments, observation_space, action_space, length, generator, dtype, info_keys)
+    return Collector(environments, length, torch.Generator().manual_seed(0), dtype, info_keys)
 
 
 def collect(env_id: str, length: int, policy: Any, num_envs: int = 1, **options: Any) -> Rollout:

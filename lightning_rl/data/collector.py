@@ -74,8 +74,6 @@ class Collector:
 
     Args:
         environments: The environments; the first step resets them.
-        observation_space: Observation space of one environment.
-        action_space: Action space of one environment.
         length: Number of steps `T`.
         generator: Draws the actions, on the policy's device.
         dtype: Dtype of the policy's parameters. Rollouts are float64 with float64 parameters, else float32.
@@ -89,16 +87,13 @@ class Collector:
 
     def __init__(
         self,
-        environments: EnvironmentBatch | TensorEnvironments,
-        observation_space: spaces.Space[Any],
-        action_space: spaces.Space[Any],
+        environments: EnvironmentBatch,
         length: int,
         generator: torch.Generator,
         dtype: torch.dtype = torch.float32,
         info_keys: Sequence[str] = (),
     ) -> None:
         self.environments = environments
-        self.action_space = action_space
         self.length = length
         self.generator = generator
         self.info_keys = info_keys
@@ -114,7 +109,7 @@ class Collector:
             return torch.zeros(length + 1, num_envs, *(leaf.shape or ()), dtype=kind, device=device)
 
         with torch.inference_mode(False):  # rollouts outlive the mode
-            self._observed = map_space(allocate, observation_space)
+            self._observed = map_space(allocate, environments.single_observation_space)
             # float64, so that sums over long episodes are exact.
             self._stored = {"rewards": torch.zeros(length, num_envs, dtype=exact_dtype(device), device=device)}
             for name in ("terminated", "truncated", "valid", "failed"):
@@ -144,7 +139,7 @@ class Collector:
             self.environments.compile()
         self.start(fast.actor(policy) or (policy if recurrent is None else recurrent).act, profile)
         if getattr(policy, "chooses_rows_alone", False):
-            self._acts_ahead = getattr(self.environments, "can_step_ahead", False)
+            self._acts_ahead = self.environments.can_step_ahead
         if recurrent is not None:
             self.memory.start_rollout(recurrent, self.environments.num_envs, self.length)
         # Environments of tensors may keep tensors for later, which must not be inference tensors.
@@ -191,9 +186,9 @@ class Collector:
         self._convert: Callable[[Nested], Nested]
         if self._has_tensors:
             device = first_leaf(cast(TensorEnvironments, self.environments).observations).device
-            self._convert = tensor_conversion(self.action_space, device)
+            self._convert = tensor_conversion(self.environments.single_action_space, device)
         else:
-            self._convert = profiled(profile, TRANSFER, partial(_to_arrays, self.action_space))
+            self._convert = profiled(profile, TRANSFER, partial(_to_arrays, self.environments.single_action_space))
 
     def advance(self, t: int) -> Step:
         """Take step `t` in every environment."""
@@ -214,9 +209,8 @@ class Collector:
         self.actions = self._convert(output.environment_action)
         converted = clock()
         if self._acts_ahead and t + 1 < self.length and seconds["env"] >= AHEAD_FROM * seconds["policy"]:
-            step = self._step(self.actions, partial(self._choose_ahead, t + 1))
-        else:
-            step = self._step(self.actions)
+            self.environments.choose_ahead(partial(self._choose_ahead, t + 1))
+        step = self._step(self.actions)
         seconds["env"] += clock() - converted
         seconds["policy"] += acted - moved
         if not self._has_tensors:
@@ -491,7 +485,7 @@ class Sampler:
         environments = make_environments(self.spec, self.num_envs, seeds, space_pair=space_pair)
         if any(self.settings):
             environments.set_env_settings(self.settings)
-        self._collector = Collector(environments, *space_pair, self.rollout_length, generator, dtype, self.info_keys)
+        self._collector = Collector(environments, self.rollout_length, generator, dtype, self.info_keys)
         if self._restored:
             states, self._restored = self._restored, []
             restore(self._collector, states, rank, f"{self.spec.env_id} (backend {self.spec.backend!r})")

@@ -145,7 +145,7 @@ class RolloutDataModule(LightningDataModule):
         self._sampler = Sampler(self.spec, num_envs, rollout_length, self.info_keys)
         self._source: BoundedLag | None = None
         self._evaluator = Evaluator(self.eval_spec, self.evaluation.num_envs)
-        self._filming: tuple[Evaluator, FilmMaker] | None = None
+        self._filming: Evaluator | None = None
         self._while_waiting: Callable[[], None] | None = None
         # Policy version of the latest rollout that was begun.
         self._collected_version: int | None = None
@@ -287,7 +287,7 @@ class RolloutDataModule(LightningDataModule):
             finally:
                 self._evaluator.close()
                 if self._filming is not None:
-                    self._filming[0].close()
+                    self._filming.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return seed, environments of all ranks (on rank 0 only) and options; a collective call."""
@@ -502,28 +502,22 @@ class RolloutDataModule(LightningDataModule):
         `role` selects the seeds, `EVALUATION` or `TESTING`; `record` keeps observations, actions and rewards.
         """
         assert self.trainer is not None
-        evaluator, films = self._filming if record and self._filming is not None else (self._evaluator, None)
+        evaluator = self._filming if record and self._filming is not None else self._evaluator
         ranks = self.trainer.world_size
         shares = [len(range(rank, self.evaluation.episodes, ranks)) for rank in range(ranks)]
         first = sum(shares[: self._rank])
-        return self._run_episodes(evaluator, shares[self._rank], role, record, films, first)
+        return self._run_episodes(evaluator, shares[self._rank], role, record, first)
 
     def _run_episodes(
-        self,
-        evaluator: Evaluator,
-        num_episodes: int,
-        role: int,
-        record: bool = False,
-        films: FilmMaker | None = None,
-        first_number: int = 0,
+        self, evaluator: Evaluator, num_episodes: int, role: int, record: bool = False, first_number: int = 0
     ) -> list[Episode]:
         assert self.trainer is not None
         policy, _, dtype, device = self._policy()
         path = (self.seed if self.seed is not None else torch.initial_seed() % 2**63, role, self._rank)
-        options: dict[str, Any] = {"record": record, "films": films, "first_number": first_number}
+        options: dict[str, Any] = {"record": record, "first_number": first_number}
         options["deterministic"] = self.evaluation.deterministic
         with self._rank_named(), self.trainer.precision_plugin.forward_context():
-            episodes = evaluator.run_episodes(policy, self._spaces, num_episodes, path, device, dtype, **options)
+            episodes = evaluator.run_episodes(policy, num_episodes, path, device, dtype, **options)
         if evaluator.environments is not None:
             self._warn_of_failures(evaluator.environments.pop_failures())
         return episodes
@@ -543,16 +537,13 @@ class RolloutDataModule(LightningDataModule):
 
         `films` receives the frames of each episode, numbered from 0; for `env_kwargs` see `check_filmable`.
         """
-        evaluator = Evaluator(self.eval_spec.for_filming(env_kwargs), None)
-        try:
-            return self._run_episodes(evaluator, num_episodes, FILMING, films=films)
-        finally:
-            evaluator.close()
+        with contextlib.closing(Evaluator(self.eval_spec.for_filming(env_kwargs), None, films)) as evaluator:
+            return self._run_episodes(evaluator, num_episodes, FILMING)
 
     def film_predictions(self, films: FilmMaker | None, env_kwargs: dict[str, Any] | None = None) -> None:
         """Film the same episodes of `predict` from now on, numbered over all ranks; None stops filming."""
         if self._filming is not None:
-            self._filming[0].close()
+            self._filming.close()
         self._filming = None
         if films is not None:
-            self._filming = Evaluator(self.eval_spec.for_filming(env_kwargs), self.evaluation.num_envs), films
+            self._filming = Evaluator(self.eval_spec.for_filming(env_kwargs), self.evaluation.num_envs, films)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 
 from lightning_rl.data.collector import Collector
 from lightning_rl.environments import (
@@ -78,8 +77,6 @@ class _Slot:
 def run_episodes(
     environments: EnvironmentBatch,
     policy: Policy,
-    observation_space: spaces.Space[Any],
-    action_space: spaces.Space[Any],
     episodes_per_environment: Sequence[int],
     generator: torch.Generator,
     *,
@@ -95,7 +92,7 @@ def run_episodes(
     distribution; `record` keeps observations, actions and rewards; `dtype` is the dtype of the policy's parameters.
     """
     slots = [_Slot(count) for count in episodes_per_environment]
-    collector = Collector(environments, observation_space, action_space, 1, generator, dtype)
+    collector = Collector(environments, 1, generator, dtype)
     if (recurrent := as_recurrent(policy)) is not None:
         collector.memory.state = recurrent.initial_memory(len(slots), critic=False)
     act = partial(policy.act, deterministic=deterministic)
@@ -124,32 +121,31 @@ def run_episodes(
 
 
 class Evaluator:
-    """Makes evaluation environments for the first episodes, and keeps them for the next ones."""
+    """Makes evaluation environments for the first episodes, and keeps them for the next ones.
 
-    def __init__(self, spec: EnvironmentSpec, num_envs: int | None) -> None:
-        self.spec = spec
-        self.num_envs = num_envs
+    `films` receives the frames of each episode; `spec` must then be for filming.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, num_envs: int | None, films: FilmMaker | None = None) -> None:
+        self.spec, self.num_envs, self.films = spec, num_envs, films
         self.environments: EnvironmentBatch | None = None
         self._made_for: tuple[tuple[int, ...], int] = ((), 0)
 
     def run_episodes(
         self,
         policy: Policy,
-        space_pair: tuple[spaces.Space[Any], spaces.Space[Any]],
         num_episodes: int,
         path: tuple[int, ...],
         device: torch.device,
         dtype: torch.dtype,
         *,
         deterministic: bool,
-        record: bool,
-        films: FilmMaker | None = None,
+        record: bool = False,
         first_number: int = 0,
     ) -> list[Episode]:
-        """Play `num_episodes` whole episodes; see `run_episodes` for the other arguments.
+        """Play `num_episodes` whole episodes, numbered from `first_number`; see `run_episodes` for other arguments.
 
-        All seeds derive from `path`, a path in the tree of seeds. `films` receives the frames of each episode, numbered
-        from `first_number`; `spec` must then be for filming.
+        All seeds derive from `path`, a path in the tree of seeds.
         """
         num_envs = min(num_episodes, self.num_envs or _MAX_ENVIRONMENTS)
         if not num_envs:
@@ -159,16 +155,17 @@ class Evaluator:
         if self.environments is None:
             self._made_for = path, num_envs
             seeds = [derive_seed(*path, index) for index in range(num_envs)]
-            self.environments = cast(EnvironmentBatch, make_environments(self.spec, num_envs, seeds))
+            self.environments = make_environments(self.spec, num_envs, seeds)
         shares = [len(range(index, num_episodes, num_envs)) for index in range(num_envs)]
-        if films is not None:
+        if self.films is not None:
             number = first_number
             for camera, share in zip(cameras(self.environments.env), shares, strict=True):
-                camera.begin(films, range(number, number + share))
+                camera.begin(self.films, range(number, number + share))
                 number += share
         generator = torch.Generator(device).manual_seed(derive_seed(*path))
-        options: dict[str, Any] = {"dtype": dtype, "deterministic": deterministic, "record": record}
-        return run_episodes(self.environments, policy, *space_pair, shares, generator, **options)
+        return run_episodes(
+            self.environments, policy, shares, generator, dtype=dtype, deterministic=deterministic, record=record
+        )
 
     def close(self) -> None:
         environments, self.environments = self.environments, None

@@ -382,7 +382,7 @@ class EnvironmentBatch:
         are_own = self._kind_of_state == "episodes" and not self._histories
         self.can_step_ahead = are_own and self._base.steps_ahead
         # Which environments the next step resets; None: no environment.
-        self._resets_next: Array | None = None
+        self._resets_next: Any = None
 
     def reset(self) -> Nested:
         """Start every environment's stream of episodes again, and return the first observations; raises as `step`."""
@@ -392,15 +392,17 @@ class EnvironmentBatch:
         self._check_observations(observations)
         return observations
 
-    def step(self, actions: Array, choose_ahead: ChooseAhead | None = None) -> Step:
-        """Step every environment once; `choose_ahead` of `WorkerPool` requires `can_step_ahead`.
+    def choose_ahead(self, choose: ChooseAhead) -> None:
+        """Let `choose` choose actions in the next step, see `WorkerPool.choose_ahead`; requires `can_step_ahead`."""
+        self._base.choose_ahead = choose
+
+    def step(self, actions: Any) -> Step:  # noqa: ANN401 - nested
+        """Step every environment once.
 
         An environment that raises, returns a number that is not finite in float32, or whose worker process dies or
         exceeds the time limit raises an `EnvironmentFailure`.
         """
         self._tracker.clock += 1
-        if choose_ahead is not None:
-            self._base.choose_ahead = choose_ahead
         try:
             observations, rewards, terminated, truncated, infos = self.env.step(actions)
         except BaseException as error:  # not `_named`, which costs a microsecond

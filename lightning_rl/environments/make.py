@@ -57,7 +57,7 @@ def make_environments(
     seeds: list[int],
     autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP,
     space_pair: Spaces | None = None,
-) -> EnvironmentBatch | TensorEnvironments:
+) -> EnvironmentBatch:
     """Make `num_envs` environments. Only the training environments of the backend `torch` are `TensorEnvironments`.
 
     Args:
@@ -100,7 +100,7 @@ def make_environments(
     return EnvironmentBatch(env, seeds, seeds, _repeat_reader(spec, atari), spec.evaluation)
 
 
-def _make_vectorized(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> EnvironmentBatch | TensorEnvironments:
+def _make_vectorized(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> EnvironmentBatch:
     make = make_envpool if spec.backend == "envpool" else make_native
     env, atari, reset_seed = make(spec, num_envs, seeds)
     env = _wrap_vector(env, _split_wrappers(spec)[1])

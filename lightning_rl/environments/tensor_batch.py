@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
 
@@ -13,13 +11,13 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
 
-from lightning_rl.environments.batch import Step, set_vector_attributes
-from lightning_rl.environments.contract import EnvironmentFailure, EnvSettings, autoreset_mode, is_failure, summary
+from lightning_rl.environments.batch import EnvironmentBatch, Step
+from lightning_rl.environments.contract import EnvironmentFailure, autoreset_mode
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
 from lightning_rl.validation import check
 
 
-class TensorEnvironments:
+class TensorEnvironments(EnvironmentBatch):
     """A vector environment of tensors with the same results in every autoreset mode.
 
     A step copies to the host only whether any episode was truncated, and in `DISABLED` mode whether any has ended.
@@ -32,17 +30,11 @@ class TensorEnvironments:
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any], seed: int) -> None:
-        self.env = env
+        super().__init__(env, [seed], seed)
         self.seed = seed
-        self.mode = autoreset_mode(env)
-        self.num_envs = env.num_envs
-        self.single_observation_space = env.single_observation_space
-        self.single_action_space = env.single_action_space
         self.observations: Nested = None
         """The last observations; None before the first reset."""
-        self._resets_next: Tensor | None = None
         self._not_finite: Tensor | None = None
-        self._steps = 0
         self._advance = _advance
 
     def compile(self) -> None:
@@ -53,7 +45,7 @@ class TensorEnvironments:
 
     def reset(self) -> Nested:
         """Reset with the seed, and return the first observations `[B, ...]`, which must be tensors."""
-        self._steps = 0
+        self._tracker.reset()
         with self._named("reset"):
             self.observations, _ = self.env.reset(seed=self.seed)
         _check_tensors(self.env, self.observations)
@@ -62,7 +54,7 @@ class TensorEnvironments:
         return self.observations
 
     def step(self, actions: Nested) -> Step:
-        self._steps += 1
+        self._tracker.clock += 1
         with self._named("step"):
             observations, rewards, terminated, truncated, infos, valid, ended, cut, bad = self._advance(
                 self.env, actions, self._resets_next
@@ -110,13 +102,6 @@ class TensorEnvironments:
             numbers = numbers[step.valid.cpu()]
         return numbers.flatten().tolist()
 
-    def set_env_settings(self, settings: EnvSettings) -> None:
-        """Change attributes; see `RolloutDataModule.set_env_settings`."""
-        set_vector_attributes(self.env, settings)
-
-    def pop_failures(self) -> list[str]:
-        return []
-
     def state_dict(self) -> dict[str, Any] | None:
         """Return the environment's own `state_dict()` and the observations; None if the environment has none."""
         own: Any = self.env.unwrapped
@@ -139,23 +124,6 @@ class TensorEnvironments:
         self.observations = map_leaves(lambda x: x.to(device), state["observations"])
         self._resets_next = None if state["resets_next"] is None else state["resets_next"].to(device)
         return np.ones(self.num_envs, bool), self.observations
-
-    def close(self) -> None:
-        with self._named("close"):
-            try:
-                self.env.close()
-            finally:
-                self.env.closed = True  # or the destructor of the environment would close it again
-
-    @contextlib.contextmanager
-    def _named(self, where: str) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, EnvironmentFailure) or not is_failure(error):
-                raise
-            what = f"{summary(error)} (step {self._steps}, seed {self.seed})"
-            raise EnvironmentFailure(f"the environments raised in {where}: {what}") from error
 
 
 def _check_tensors(env: VectorEnv[Any, Any, Any], observations: Nested) -> None:

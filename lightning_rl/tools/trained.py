@@ -211,14 +211,7 @@ def play_episodes(
     parameter = next(policy.parameters())
     try:
         played = evaluator.run_episodes(
-            policy,
-            (data.observation_space, data.action_space),
-            episodes,
-            (seed, TESTING, 0),
-            parameter.device,
-            parameter.dtype,
-            deterministic=deterministic,
-            record=False,
+            policy, episodes, (seed, TESTING, 0), parameter.device, parameter.dtype, deterministic=deterministic
         )
     finally:
         evaluator.close()

@@ -364,7 +364,8 @@ def test_policy_that_raises_while_acting_ahead_raises_in_the_next_step(acts_ahea
 def test_environments_work_after_an_unfinished_step_ahead(acts_ahead):
     environments = make_batch("Probe/Counter-v0", 2, backend="async")
     environments.reset()
-    environments.step(np.zeros(2, np.int64), lambda count, observations: np.zeros(2, np.int64))
+    environments.choose_ahead(lambda count, observations: np.zeros(2, np.int64))
+    environments.step(np.zeros(2, np.int64))
     assert environments.env.call("count") == (2, 1)
     environments.close()
 

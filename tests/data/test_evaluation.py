@@ -1,5 +1,6 @@
 """Contract 9: whole episodes, exactly as many as asked, assigned beforehand."""
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -16,11 +17,8 @@ from tests.probes import Told, make_batch, seeds_of
 
 
 def run(environments, counts, policy=None, **options):
-    spaces = environments.single_observation_space, environments.single_action_space
     try:
-        return run_episodes(
-            environments, policy or Told(), *spaces, counts, torch.Generator().manual_seed(0), **options
-        )
+        return run_episodes(environments, policy or Told(), counts, torch.Generator().manual_seed(0), **options)
     finally:
         environments.close()
 
@@ -58,16 +56,12 @@ def test_short_episodes_are_not_favored():
 def test_no_episodes_means_no_reset():
     class Untouchable:
         num_envs = 2
+        single_observation_space = single_action_space = gymnasium.spaces.Discrete(2)
 
         def reset(self):
             raise AssertionError
 
-    assert run_episodes(Untouchable(), Told(), *_spaces(), [0, 0], torch.Generator()) == []
-
-
-def _spaces():
-    environments = make_batch("Probe/Counter-v0")
-    return environments.single_observation_space, environments.single_action_space
+    assert run_episodes(Untouchable(), Told(), [0, 0], torch.Generator()) == []
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
@@ -132,8 +126,7 @@ def test_recurrent_state_is_reset_with_each_life_and_each_episode():
     )
     environments, policy = EnvironmentBatch(vector, [1, 2], [1, 2]), Remembers(action=lambda o: o[..., 0].long() * 0)
     policy.remembered = []
-    spaces = environments.single_observation_space, environments.single_action_space
-    first, second = run_episodes(environments, policy, *spaces, [1, 1], torch.Generator())
+    first, second = run_episodes(environments, policy, [1, 1], torch.Generator())
     assert (first.length, second.length) == (4, 5)  # the no-op after a lost life is no step
     assert policy.remembered == [[0, 0], [1, 1], [0, 2], [1, 3], [0, 4]]
 

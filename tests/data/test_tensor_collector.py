@@ -48,7 +48,7 @@ def collectors(policy_options: dict | None = None, length: int = 20, **env_optio
     policy = ActorCritic(*space_pair, hidden_sizes=(8,), **(policy_options or {}))
     tensors = TensorEnvironments(env, 5)
     arrays = EnvironmentBatch(AsArrays(Reach(3, **env_options)), [5, 6, 7], 5)
-    made = [Collector(batch, *space_pair, length, torch.Generator().manual_seed(1)) for batch in (tensors, arrays)]
+    made = [Collector(batch, length, torch.Generator().manual_seed(1)) for batch in (tensors, arrays)]
     return policy, *made
 
 
@@ -88,8 +88,7 @@ def test_compiled_steps_of_environments_give_the_same_rollouts(mode):
         policy, _, _ = collectors()
         policy.fast_paths = fast_paths
         env = Traced(3, mode=mode)
-        options = (env.single_observation_space, env.single_action_space, 20, torch.Generator().manual_seed(1))
-        collector = Collector(TensorEnvironments(env, 5), *options)
+        collector = Collector(TensorEnvironments(env, 5), 20, torch.Generator().manual_seed(1))
         rollouts.append([collector.collect(policy) for _ in range(2)])
         assert env.traced == (fast_paths == "compiled")
     for plain, compiled in zip(*rollouts, strict=True):
@@ -125,7 +124,7 @@ def test_rollouts_are_copies_of_tensors_that_environments_reuse(mode):
     rollouts = []
     for kind in (Reach, Reusing):
         env = kind(3, mode=mode)
-        options = (*(env.single_observation_space, env.single_action_space), 20, torch.Generator().manual_seed(1))
+        options = 20, torch.Generator().manual_seed(1)
         rollouts.append(Collector(TensorEnvironments(env, 5), *options, info_keys=("place",)).collect(policy))
     first, other = rollouts
     assert torch.equal(first.rewards, other.rewards) and torch.equal(first.dones, other.dones)

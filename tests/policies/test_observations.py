@@ -196,8 +196,7 @@ def test_observation_with_wrong_structure_raises(spoil, message):
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_recorded_episodes_hold_every_leaf(mode):
     environments = make_batch(SENSORS_ID, 2, mode=mode, **SCRIPT)
-    spaces_ = environments.single_observation_space, environments.single_action_space
-    episodes = run_episodes(environments, Fixed(), *spaces_, [2, 1], torch.Generator(), record=True)
+    episodes = run_episodes(environments, Fixed(), [2, 1], torch.Generator(), record=True)
     assert [episode.length for episode in episodes] == [5, 3, 5]
     seen, reached = slow_loop(8, **SCRIPT)
     for episode, first in ((episodes[0], 0), (episodes[1], 5), (episodes[2], 0)):
