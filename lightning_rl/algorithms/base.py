@@ -95,10 +95,11 @@ from lightning_rl.training.optimizers import (
 from lightning_rl.training.parameter_groups import (
     ActorOrCritic,
     Part,
-    WeightPenalty,
     check_critic,
+    check_penalized,
     parameters_of_other_half,
     parameters_of_policy,
+    weight_penalty,
 )
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.training.warning_filters import filter_misleading_warnings
@@ -328,8 +329,8 @@ class OnPolicyAlgorithm(LightningModule):
     def new_loss(self, batch: Batch) -> Loss:
         """Return an empty loss over a minibatch; it only has the weight penalties of `optimizer.l2`."""
         loss = Loss(batch, self.normalizers.of_values, self.steps.part)
-        if (penalty := self.weight_penalty(self.policy)) is not None:
-            loss.add_penalty("l2_penalty", penalty)
+        if self.penalties:
+            loss.add_penalty("l2_penalty", weight_penalty(self.policy, self.penalties))
         return loss
 
     def actor_critic(self, batch: Batch, policy: nn.Module | None = None) -> tuple[Distribution, Tensor]:
@@ -573,9 +574,9 @@ class OnPolicyAlgorithm(LightningModule):
     def _check_policy(self) -> None:
         check_optimizers(self.policy, self.options, self.default_optimizer())
         try_optimizers(self.policy, self.options, self.default_optimizer(), on_any_device=True)
-        penalties = (self.options[f"optimizer.l2.{part}"] for part in ("policy", "value", "shared"))
-        self.weight_penalty = WeightPenalty(*penalties)
-        self.weight_penalty.check_policy(self.policy)
+        coefficients = {part: self.options[f"optimizer.l2.{part}"] for part in ("policy", "value", "shared")}
+        self.penalties = {part: coefficient for part, coefficient in coefficients.items() if coefficient}
+        check_penalized(self.policy, self.penalties)
         if warmup_steps := self.options["optimizer.critic_warmup_steps"]:
             check_critic(self.policy, "optimizer.critic_warmup_steps", warmup_steps)
 
@@ -609,16 +610,12 @@ class OnPolicyAlgorithm(LightningModule):
         self.updating = False
         check_strategy(self.trainer.strategy)
         check_mesh(self.device_mesh)
-        self._replace_lightnings_compilation()
-        check_spaces(self, self.trainer.datamodule)  # type: ignore[attr-defined]
-
-    def _replace_lightnings_compilation(self) -> None:
-        """Let `torch.compile(model)` select the compiled engine: Lightning would compile loggers and NumPy too."""
-        with suppress(ValueError):  # the model is not compiled
-            to_uncompiled(self)
+        with suppress(ValueError):  # raised unless `torch.compile(model)` was called
+            to_uncompiled(self)  # Lightning would compile loggers and NumPy too
             self.options["debug.fast_paths"] = "compiled"
             self.policy.fast_paths = "compiled"  # type: ignore[assignment]
             rank_zero_warn("torch.compile(model): its options have no effect; it selects debug.fast_paths: compiled")
+        check_spaces(self, self.trainer.datamodule)  # type: ignore[attr-defined]
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Raise a `ConfigurationError` if an option does not suit the Trainer or the shape `(T, B)` of rollouts."""

@@ -71,7 +71,7 @@ class PPOLoss:
         for name, option in _OPTIONS.items():
             if getattr(model, name):
                 return f"{option} is set"
-        if any(model.weight_penalty.coefficients.values()):
+        if model.penalties:
             return "optimizer.l2 is set"
         if model.frozen_parameters(None):
             return "a part of the policy is frozen"

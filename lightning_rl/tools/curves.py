@@ -19,7 +19,7 @@ import numpy as np
 
 from lightning_rl.checkpointing.run_folders import configurations
 from lightning_rl.files import read_yaml
-from lightning_rl.training.warning_filters import DropMessages
+from lightning_rl.training.warning_filters import drop_messages
 from lightning_rl.validation import ConfigurationError, check
 
 Array = np.ndarray[Any, Any]
@@ -221,7 +221,7 @@ def _events(folder: Path) -> Iterator[tuple[str, float, float]]:
 
     everything, nothing = {"scalars": 0}, dict.fromkeys(("images", "audio", "histograms", "tensors"), 1)
     # TensorBoard would warn of the steps that a resumed run has logged again.
-    logger, repeated = logging.getLogger("tensorboard"), DropMessages("Detected out of order event.step")
+    logger, repeated = logging.getLogger("tensorboard"), drop_messages("Detected out of order event.step")
     logger.addFilter(repeated)
     try:
         log = EventAccumulator(str(folder), everything | nothing).Reload()

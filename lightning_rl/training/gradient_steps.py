@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_rl import fast
 from lightning_rl.distributed import all_reduce, average, world_size
 from lightning_rl.policies.sharding import is_sharded, reshard, whole
-from lightning_rl.training.engine import EagerEngine, Engine
+from lightning_rl.training.engine import EagerEngine
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import Minibatch
 from lightning_rl.training.optimizers import AdaptiveLearningRate
@@ -75,7 +75,7 @@ class GradientSteps:
         self.critic_warmup_steps: int = options["optimizer.critic_warmup_steps"]
         adaptive = options["optimizer.adaptive_learning_rate"]
         self.adaptive_learning_rate = None if adaptive is None else AdaptiveLearningRate(**adaptive)
-        self.engine: Engine = EagerEngine()
+        self.engine: EagerEngine | fast.FastEngine = EagerEngine()
         self.part: ActorOrCritic | None = None
         self.rollback = False
         self.num_sets = 1

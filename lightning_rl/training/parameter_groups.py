@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
@@ -103,34 +104,25 @@ def _fits(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
 
-class WeightPenalty:
-    """Sum of squared weights, with one coefficient for each of policy, value and shared weights; see `L2Config`.
+def check_penalized(policy: nn.Module, coefficients: Mapping[str, float]) -> None:
+    """Check that a policy is an `ActorCritic` with the weights that `weight_penalty` penalizes."""
+    for part, coefficient in coefficients.items():
+        known = isinstance(policy, ActorCritic)
+        expected = f"0, since {type(policy).__name__} does not separate actor and critic as ActorCritic does"
+        check(known, f"optimizer.l2.{part}", coefficient, expected)
+        expected = "0, since actor and critic share nothing: set optimizer.l2.policy and optimizer.l2.value"
+        check(bool(weights_by_part(policy)[part]), f"optimizer.l2.{part}", coefficient, expected)
+
+
+def weight_penalty(policy: nn.Module, coefficients: Mapping[str, float]) -> Tensor:
+    """Return the sum of squared weights, with a coefficient for some of `policy`, `value` and `shared`.
 
     Weights are the matrices of layers, without biases, standard deviations, gains of normalization layers and
     embeddings. Unlike weight decay, the penalty is part of the gradient that is clipped and that Adam averages.
     """
-
-    def __init__(self, policy: float = 0.0, value: float = 0.0, shared: float = 0.0) -> None:
-        self.coefficients = {"policy": policy, "value": value, "shared": shared}
-
-    def check_policy(self, policy: nn.Module) -> None:
-        """Check that a policy is an `ActorCritic` with the penalized weights."""
-        for part, coefficient in self.coefficients.items():
-            if coefficient:
-                known = isinstance(policy, ActorCritic)
-                expected = f"0, since {type(policy).__name__} does not separate actor and critic as ActorCritic does"
-                check(known, f"optimizer.l2.{part}", coefficient, expected)
-                expected = "0, since actor and critic share nothing: set optimizer.l2.policy and optimizer.l2.value"
-                check(bool(weights_by_part(policy)[part]), f"optimizer.l2.{part}", coefficient, expected)
-
-    def __call__(self, policy: nn.Module) -> Tensor | None:
-        wanted = {part: coefficient for part, coefficient in self.coefficients.items() if coefficient}
-        if not wanted:
-            return None
-        weights = weights_by_part(policy)
-        return functools.reduce(
-            operator.add, (c * squared_norm([whole(x) for x in weights[part]]) for part, c in wanted.items())
-        )
+    weights = weights_by_part(policy)
+    penalties = (c * squared_norm([whole(x) for x in weights[part]]) for part, c in coefficients.items())
+    return functools.reduce(operator.add, penalties)
 
 
 def weights_by_part(policy: nn.Module) -> dict[str, list[Tensor]]:

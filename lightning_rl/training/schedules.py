@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_rl.validation import ConfigurationError, check, check_bool, check_number, is_int, is_list, is_one_of
 
@@ -16,37 +16,12 @@ OR_SCHEDULE = ", or a schedule such as {'kind': 'linear', 'start': 0.2, 'end': 0
 """End of error messages about options that may also be a schedule. The example is valid in Python and in YAML."""
 
 
-class Schedule(Protocol):
-    """A function from environment steps to values."""
-
-    @property
-    def varies(self) -> bool: ...
-
-    @property
-    def over_run(self) -> bool:
-        """Whether the schedule ends with the run, so that it needs the planned number of steps."""
-        ...
-
-    def at(self, env_steps: int, planned: int | None) -> float:
-        """Return the value at a step of a run with `planned` steps; None: not known yet."""
-        ...
-
-
-@dataclass(frozen=True)
-class Constant:
-    """The same value at every step."""
-
-    value: float
-    varies = False
-    over_run = False
-
-    def at(self, env_steps: int, planned: int | None) -> float:
-        return self.value
-
-
 @dataclass(frozen=True)
 class Ramp:
-    """A line, or half a period of a cosine, from `start` to `end` over `over` steps. None: over the run."""
+    """A line, or half a period of a cosine, from `start` to `end` over `over` steps.
+
+    `over` None ends with the run: `over_run` is true, and the value needs the planned number of steps.
+    """
 
     start: float
     end: float
@@ -59,7 +34,7 @@ class Ramp:
         return self.over is None
 
     def at(self, env_steps: int, planned: int | None) -> float:
-        """Return the value; `start` if the length of the run is not known yet."""
+        """Return the value at a step of a run with `planned` steps; `start` if this number is not known yet."""
         length = planned if self.over is None else self.over
         done = min(1.0, env_steps / length) if length else 0.0
         if self.cosine:
@@ -74,8 +49,11 @@ class Piecewise:
     steps: tuple[int, ...]
     values: tuple[float, ...]
     interpolate: bool = False
-    varies = True
     over_run = False
+
+    @property
+    def varies(self) -> bool:
+        return len(self.values) > 1
 
     def at(self, env_steps: int, planned: int | None) -> float:
         following = bisect_right(self.steps, env_steps)
@@ -84,6 +62,13 @@ class Piecewise:
             return self.values[last]
         done = (env_steps - self.steps[last]) / (self.steps[following] - self.steps[last])
         return self.values[last] * (1 - done) + self.values[following] * done
+
+
+Schedule = Ramp | Piecewise
+
+
+def _constant(value: float) -> Piecewise:
+    return Piecewise((0,), (float(value),))
 
 
 def parse_schedule(
@@ -111,7 +96,7 @@ def parse_schedule(
             check_number(field, value, above=above, at_least=at_least, at_most=at_most)
         except ConfigurationError as error:
             raise ConfigurationError(f"{error}{OR_SCHEDULE}") from None
-        return Constant(float(value))
+        return _constant(value)
     lowest = at_least if above is None else max(above, -math.inf if at_least is None else at_least)
 
     def number(name: str, given: Any) -> float:  # noqa: ANN401 - checked here
@@ -127,7 +112,7 @@ def parse_schedule(
     check(not unknown, field, value, expected)
     if kind == "constant":
         check_number(f"{field}: value", value["value"], above=above, at_least=at_least, at_most=at_most)
-        return Constant(float(value["value"]))
+        return _constant(value["value"])
     if kind == "piecewise":
         return _piecewise(field, value["points"], value.get("interpolate", False), number)
     over = value.get("over")

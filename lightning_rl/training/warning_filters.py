@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 
 # Patterns of ignored messages, each with the reason.
 _MISLEADING = (
@@ -36,18 +37,12 @@ _EVALUATION = (
 )
 
 
-class DropMessages(logging.Filter):
-    """Logging filter that drops messages with the prefix `start`."""
-
-    def __init__(self, start: str) -> None:
-        super().__init__()
-        self._start = start
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(self._start)
+def drop_messages(start: str) -> Callable[[logging.LogRecord], bool]:
+    """Return a filter for `Logger.addFilter` that drops messages with the prefix `start`."""
+    return lambda record: not record.getMessage().startswith(start)
 
 
-_NO_TIPS = DropMessages("\N{ELECTRIC LIGHT BULB} Tip: ")
+_NO_TIPS = drop_messages("\N{ELECTRIC LIGHT BULB} Tip: ")
 
 
 def filter_misleading_warnings() -> None:

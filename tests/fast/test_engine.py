@@ -199,7 +199,14 @@ def test_package_uses_only_the_public_names_of_the_folder():
             if uses or re.search(r"^(from|import) .*\bfast\b|lightning_rl\.fast", text, re.MULTILINE):
                 found[path.name] = uses
     assert sorted({use for uses in found.values() for use in uses}) == [
-        *("fast.PPOLoss", "fast.actor", "fast.closed_form", "fast.compiler_problem", "fast.default_optimizer"),
+        *(
+            "fast.FastEngine",
+            "fast.PPOLoss",
+            "fast.actor",
+            "fast.closed_form",
+            "fast.compiler_problem",
+            "fast.default_optimizer",
+        ),
         "fast.engine_for",
     ]
     assert set(found) == {"collector.py", "gradient_steps.py", "base.py", "ppo.py"}
