@@ -140,7 +140,7 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
     """Return `metadata["autoreset_mode"]`, or raise a `ConfigurationError` if it is missing or no such mode."""
     mode = (env.metadata or {}).get("autoreset_mode")
     try:
-        return mode if isinstance(mode, AutoresetMode) else AutoresetMode(mode)
+        return AutoresetMode(mode)
     except ValueError:
         raise ConfigurationError(
             f"env_id: {env} has metadata['autoreset_mode']={mode!r}: expected one of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -61,11 +62,11 @@ class Replay(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the content that `state_dict` returned; the oldest steps are dropped if they do not fit."""
 
-    @abstractmethod
-    def _snapshot(self) -> Any: ...  # noqa: ANN401
+    def _snapshot(self) -> Any:  # noqa: ANN401
+        return {name: copy.copy(x) for name, x in vars(self).items()}
 
-    @abstractmethod
-    def _restore(self, snapshot: Any) -> None: ...  # noqa: ANN401
+    def _restore(self, snapshot: Any) -> None:  # noqa: ANN401
+        vars(self).update(snapshot)
 
 
 class Layout(NamedTuple):
@@ -333,12 +334,6 @@ class RolloutMemory(Replay):
         masks = {index: rollouts == index for index in set(rollouts.flatten().tolist())}
         return {index: (mask, local[mask]) for index, mask in masks.items()}
 
-    def _snapshot(self) -> list[_KeptRollout]:
-        return [*self._kept]
-
-    def _restore(self, snapshot: list[_KeptRollout]) -> None:
-        self._kept = snapshot
-
     def state_dict(self) -> dict[str, Any]:
         """Return the rollouts as tensors, without copies: stored rollouts do not change."""
         return {"rollouts": [kept._asdict() for kept in self._kept]}
@@ -433,12 +428,6 @@ class UnrollMemory(Replay):
 
     def clear(self) -> None:
         self._kept, self._bytes = [], 0
-
-    def _snapshot(self) -> tuple[list[_KeptUnroll], int, int]:
-        return [*self._kept], self._bytes, self._number
-
-    def _restore(self, snapshot: tuple[list[_KeptUnroll], int, int]) -> None:
-        self._kept, self._bytes, self._number = snapshot
 
     def state_dict(self) -> dict[str, Any]:
         """Return the unrolls as tensors and numbers, without copies: stored unrolls do not change."""
