@@ -53,8 +53,6 @@ class Binding(NamedTuple):
 
     Attributes:
         inputs: Inputs of the graph; the inputs from the minibatch are replaced for each call.
-        vectors: Vectors of the optimizers.
-        groups: `Vectors.tensors()` of each of them.
         signature: Signature of the minibatches.
         attributes: Attributes of the algorithm and the estimator when the guards passed.
     """
@@ -62,35 +60,26 @@ class Binding(NamedTuple):
     graph: Graph
     program: StepProgram | GradientProgram
     inputs: list[Tensor]
-    vectors: list[Vectors]
-    groups: list[Sequence[Tensor]]
     signature: tuple[Any, ...]
     attributes: list[Any]
 
 
 class CompiledLosses:
-    """The compiled losses of an algorithm; lives as long as the run."""
+    """The compiled losses of an algorithm; lives as long as the run.
+
+    `captures` has the captured graphs of each loss, `failed` the losses that cannot be compiled.
+    """
 
     def __init__(self, model: Any) -> None:  # noqa: ANN401 - an algorithm, whose module imports this folder
         self._model = model
-        self._captures: dict[Any, Capture] = {}
-        # Losses that cannot be compiled; and pairs of loss and network part whose step is not in the program.
-        self._failed: set[Any] = set()
+        self.captures: dict[Any, Capture] = {}
+        self.failed: set[Any] = set()
+        # Pairs of loss and network part whose step is not in the program.
         self._apart: set[Any] = set()
         self._scalars: dict[tuple[int, str], Tensor] = {}
         self._weight = 0.0
         self._weight_tensor: Tensor | None = None
         self._binding: Binding | None = None
-
-    @property
-    def num_graphs(self) -> int:
-        """Number of captured graphs of all losses."""
-        return sum(capture.count for capture in self._captures.values())
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a loss could not be compiled."""
-        return bool(self._failed)
 
     def begin(self) -> None:
         """Require a check of the guards for the next minibatch."""
@@ -99,74 +88,71 @@ class CompiledLosses:
     def step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> StepResult | None:  # noqa: ANN401
         """Take a whole step of `GradientSteps` in one program; return None if there is no such program."""
         key = self._key(loss_of)
-        if world_size() > 1 or steps.rollback or key in self._failed or (key, steps.part) in self._apart:
+        if world_size() > 1 or steps.rollback or key in self.failed or (key, steps.part) in self._apart:
             return None
         record = steps.record
         state = StepState(record.is_open, record.finite, record.num_updates)
         if state.is_open is state.finite:  # the compiler would merge them into one input
             state = state._replace(finite=state.finite.clone())
-        signature = self._signature(loss_of, batch, (StepProgram, steps.part, steps.active_set))
-        if (binding := self._fitted(signature, batch)) is not None:
-            program = cast(StepProgram, binding.program)
-            for vectors in binding.vectors:
-                vectors.update_rate()
-            program(binding.inputs, binding.groups, state)
-            return program.result
-        self._binding = None
-        optimizers = _vectors(steps)
-        if optimizers is None:
-            return None
-        groups = [vectors for some in optimizers for vectors in some]
-        tensors: list[Sequence[Tensor]] = [vectors.tensors() for vectors in groups]
-        learned = {id(parameter) for vectors in groups for parameter in vectors.parameters}
-        limits, norms = (steps.max_grad_norm, steps.max_grad_value), steps.norm_names[: len(optimizers)]
-        made_for = (tuple(map(len, optimizers)), *limits, *(constants_of(vectors.group) for vectors in groups))
-        used: StepProgram | None = None
 
-        def compute(graph: Graph) -> Sequence[Tensor]:
-            nonlocal used
-            gradient = graph.gradient
-            assert gradient is not None
+        def program_of(graph: Graph) -> StepProgram | None:
+            gradient, optimizers = cast(Gradient, graph.gradient), _vectors(steps)
+            groups = [vectors for some in optimizers for vectors in some]
+            learned = {id(parameter) for vectors in groups for parameter in vectors.parameters}
             if {id(parameter) for parameter in gradient.parameters} != learned:
-                return graph.outputs
+                self._apart.add((key, steps.part))
+                return None
+            limits, norms = (steps.max_grad_norm, steps.max_grad_value), steps.norm_names[: len(optimizers)]
+            made_for = (tuple(map(len, optimizers)), *limits, *(constants_of(vectors.group) for vectors in groups))
             if made_for not in graph.programs:
                 graph.programs[made_for] = StepProgram(graph, gradient, optimizers, norms, *limits)
-            used = cast(StepProgram, graph.programs[made_for])
-            return used(graph.inputs, tensors, state)
+            program = cast(StepProgram, graph.programs[made_for])
+            program.use(groups)
+            return program
 
-        if self._guarded(loss_of, batch, compute) is None:
-            return None
-        if used is None:
-            self._apart.add((key, steps.part))
-            return None
-        self._bind(loss_of, batch, signature, used, groups, tensors)
-        return used.result
+        how = (StepProgram, steps.part, steps.active_set)
+        program = self._run(loss_of, batch, how, program_of, lambda program, inputs: program(inputs, state))
+        return None if program is None else program.result
 
     def loss(self, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> KnownLoss | None:  # noqa: ANN401
         """Return the loss over a minibatch with its gradients; None if the loss cannot be compiled."""
-        if self._key(loss_of) in self._failed:
+        if self._key(loss_of) in self.failed:
             return None
-        signature = self._signature(loss_of, batch, (GradientProgram, part, None))
+
+        def program_of(graph: Graph) -> GradientProgram:
+            if None not in graph.programs:
+                graph.programs[None] = GradientProgram(graph, cast(Gradient, graph.gradient))
+            return cast(GradientProgram, graph.programs[None])
+
+        how = (GradientProgram, part, None)
+        program = self._run(loss_of, batch, how, program_of, lambda program, inputs: program(inputs))
+        return None if program is None else program.known_loss
+
+    def _run(
+        self,
+        loss_of: Callable[[Any], Any],
+        batch: Any,  # noqa: ANN401
+        how: tuple[Any, ...],
+        program_of: Callable[[Graph], Any],
+        call: Callable[[Any, Sequence[Any]], Sequence[Tensor]],
+    ) -> Any:  # noqa: ANN401 - a program
+        """Call a program of a loss for a minibatch, and return it; None if there is none, or if it fails."""
+        signature = self._signature(loss_of, batch, how)
         if (binding := self._fitted(signature, batch)) is not None:
-            program = cast(GradientProgram, binding.program)
-            return program.known_loss(binding.inputs, program(binding.inputs))
-        self._binding = None
-        outputs: Sequence[Tensor] = ()
+            call(binding.program, binding.inputs)
+            return binding.program
+        self._binding, used = None, None
 
         def compute(graph: Graph) -> Sequence[Tensor]:
-            nonlocal outputs
-            assert graph.gradient is not None
-            if None not in graph.programs:
-                graph.programs[None] = GradientProgram(graph, graph.gradient)
-            outputs = cast(GradientProgram, graph.programs[None])(graph.inputs)
-            return outputs
+            nonlocal used
+            used = program_of(graph)
+            return graph.outputs if used is None else call(used, graph.inputs)
 
-        used = self._guarded(loss_of, batch, compute)
-        if used is None:
+        graph = self._guarded(loss_of, batch, compute)
+        if graph is None or used is None:
             return None
-        program = cast(GradientProgram, used.programs[None])
-        self._bind(loss_of, batch, signature, program, [], [])
-        return program.known_loss(used.inputs, outputs)
+        self._bind(graph, batch, signature, used)
+        return used
 
     def _guarded(
         self,
@@ -176,12 +162,12 @@ class CompiledLosses:
     ) -> Graph | None:
         """Check the guards of a loss and compute its graph; on failure, log the reason and return None."""
         key = self._key(loss_of)
-        if key not in self._captures:
-            if not self._captures:
+        if key not in self.captures:
+            if not self.captures:
                 name = type(self._model).__name__
                 rank_zero_info(f"{name}: compiling the update, once, about 10 s (cached for the next run)")
-            self._captures[key] = Capture(loss_of)
-        capture = self._captures[key]
+            self.captures[key] = Capture(loss_of)
+        capture = self.captures[key]
         capture.compute = compute
         if isinstance(batch, Batch):
             batch = self._with_tensor_as_weight(batch)
@@ -195,7 +181,7 @@ class CompiledLosses:
                 if not graph.has_side_effects:
                     compute(graph)
         except Exception as error:
-            self._failed.add(key)
+            self.failed.add(key)
             reason = str(error).strip().partition("\n")[0]
             rank_zero_info(
                 f"{type(self._model).__name__}.{key.__name__} cannot be compiled; autograd computes its gradient: "
@@ -232,17 +218,8 @@ class CompiledLosses:
             binding.inputs[k] = found[place]
         return binding
 
-    def _bind(
-        self,
-        loss_of: Callable[[Any], Any],
-        batch: Any,  # noqa: ANN401
-        signature: tuple[Any, ...] | None,
-        program: StepProgram | GradientProgram,
-        vectors: list[Vectors],
-        groups: list[Sequence[Tensor]],
-    ) -> None:
+    def _bind(self, graph: Graph, batch: Any, signature: tuple[Any, ...] | None, program: Any) -> None:  # noqa: ANN401
         """Skip the guards for further minibatches if the origin of each input of the graph is known."""
-        graph = cast(Graph, self._captures[self._key(loss_of)].graph)
         if signature is None or graph.has_side_effects:
             return
         found = [*leaves(batch.fields)]
@@ -256,7 +233,7 @@ class CompiledLosses:
         if graph.places:
             graph.layouts[len(found[0])] = _layout(found)
             attributes = [*self._attributes()]
-            self._binding = Binding(graph, program, [*graph.inputs], vectors, groups, signature, attributes)
+            self._binding = Binding(graph, program, [*graph.inputs], signature, attributes)
 
     def _set_weight(self, batch: Batch) -> Tensor:
         """Write the weight of a row into a scalar tensor that all minibatches share, and return it."""
@@ -304,18 +281,14 @@ def _layout(tensors: Iterable[Tensor]) -> list[Any]:
     return [(x.shape, x.stride(), x.dtype) for x in tensors]
 
 
-def _vectors(steps: Any) -> list[list[Vectors]] | None:  # noqa: ANN401
-    """Return the vectors of each active optimizer; None if a parameter is frozen or in no vector."""
-    if steps.model.frozen_parameters(steps.part):
-        return None
-    found = []
-    for optimizer in steps.optimizers:
+def _vectors(steps: Any) -> list[list[Vectors]]:  # noqa: ANN401
+    """Return the vectors of each active optimizer; an empty list if a parameter is frozen or in no vector."""
+    found: list[list[Vectors]] = []
+    for optimizer in () if steps.model.frozen_parameters(steps.part) else steps.optimizers:
         raw = optimizer.optimizer
         if not isinstance(raw, FlatAdam) or raw.is_watched:
-            return None
+            return []
         for parameter in (x for group in raw.param_groups for x in group["params"] if x.grad is None):
             parameter.grad = torch.zeros_like(parameter)
-        if not (vectors := raw.vectors()):
-            return None
-        found.append(vectors)
+        found.append(raw.vectors())
     return found

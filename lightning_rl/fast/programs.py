@@ -275,11 +275,11 @@ def compiled(function: Callable[..., Any], graph: Graph, device: torch.device) -
 
 
 class GradientProgram:
-    """Computes loss and gradient of a minibatch in one program; `gradients` belong to `gradient.parameters`."""
+    """Computes loss and gradient of a minibatch, `known_loss`, in one program."""
+
+    known_loss: KnownLoss
 
     def __init__(self, graph: Graph, gradient: Gradient) -> None:
-        self.gradient = gradient
-        self.gradients: Sequence[Tensor] = ()
         on_several_ranks = world_size() > 1
 
         def program(learned: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Any, Any]:
@@ -289,18 +289,16 @@ class GradientProgram:
                 gradients = [x * factor for x in gradients]
             return gradients, outputs
 
-        self._graph, self._program = graph, compiled(program, graph, gradient.parameters[0].device)
-
-    def known_loss(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> KnownLoss:
-        """Return loss and gradients of the last call, given its inputs and outputs."""
-        gradients = zip(self.gradient.parameters, self.gradients, strict=True)
-        return self._graph.loss(inputs, outputs), [*gradients]
+        self._graph, self._gradient = graph, gradient
+        self._program = compiled(program, graph, gradient.parameters[0].device)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Compute `gradients`, and return the outputs of the graph."""
+        """Compute `known_loss`, and return the outputs of the graph."""
+        parameters = self._gradient.parameters
         with torch.no_grad():
-            learned = [parameter.detach() for parameter in self.gradient.parameters]
-            self.gradients, outputs = self._program(learned, self.gradient.others(inputs))
+            learned = [parameter.detach() for parameter in parameters]
+            gradients, outputs = self._program(learned, self._gradient.others(inputs))
+        self.known_loss = self._graph.loss(inputs, outputs), [*zip(parameters, gradients, strict=True)]
         return outputs  # type: ignore[no-any-return]
 
 
@@ -331,7 +329,8 @@ class StepProgram:
     """Computes loss, gradient, clipping and the steps of `FlatAdam` for a minibatch in one program.
 
     `optimizers` has the vectors of each optimizer; together they hold all parameters of the gradient. `norm_names` are
-    the names of the optimizers' gradient norms; `max_norm` and `max_value` are as in `OptimizerConfig`.
+    the names of the optimizers' gradient norms; `max_norm` and `max_value` are as in `OptimizerConfig`. `use` sets the
+    vectors of the next steps, and `result` is the result of the last step.
     """
 
     result: StepResult
@@ -393,10 +392,16 @@ class StepProgram:
 
         self._program = compiled(program, graph, gradient.parameters[0].device)
 
-    def __call__(self, inputs: Sequence[Tensor], groups: Sequence[Sequence[Tensor]], state: StepState) -> Sequence[Any]:
+    def use(self, groups: Sequence[Vectors]) -> None:
+        """Take the next steps on these vectors."""
+        self._groups, self._tensors = groups, [vectors.tensors() for vectors in groups]
+
+    def __call__(self, inputs: Sequence[Tensor], state: StepState) -> Sequence[Any]:
         """Take a step from `state`, and return the outputs of the graph if the loss has side effects."""
+        for vectors in self._groups:
+            vectors.update_rate()
         with torch.no_grad():
-            values, after, outputs = self._program(groups, self._gradient.others(inputs), tuple(state))
+            values, after, outputs = self._program(self._tensors, self._gradient.others(inputs), tuple(state))
         if self._graph.has_side_effects:
             ratios = self._graph.loss(inputs, outputs).first_log_ratios
         else:
