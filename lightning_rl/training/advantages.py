@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import OnTruncation, Rollout
 from lightning_rl.training.config import NormalizeAdvantages
 from lightning_rl.training.normalizers import Normalizers
-from lightning_rl.validation import check
 
 
 class AdvantageEstimator:
@@ -96,16 +95,6 @@ class AdvantageEstimator:
         return (weights != 0) if rollout.valid is None else rollout.valid & (weights != 0), weights
 
     # ------------------------------------------------------------------ normalizing
-
-    @property
-    def normalize(self) -> NormalizeAdvantages:
-        return self._normalize
-
-    @normalize.setter
-    def normalize(self, over: NormalizeAdvantages) -> None:
-        choices = get_args(NormalizeAdvantages)
-        check(over in choices, "normalize", over, f"one of {', '.join(choices)}")
-        self._normalize: NormalizeAdvantages = over
 
     def normalized(self, batch: Batch) -> Tensor:
         """Return the advantages of a minibatch for the policy loss, `[N]`; for `rollout` these are normalized."""
