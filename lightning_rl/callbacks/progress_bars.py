@@ -85,10 +85,11 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
 
     def __init__(self, refresh_rate: int = 1) -> None:
         super().__init__(refresh_rate)
+        self.train_progress_bar = Tqdm(disable=True)  # until training starts
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self.train_progress_bar = Tqdm(disable=True)
+        self.train_progress_bar = Tqdm(disable=True)  # a copy in another process has none
         notebook = in_notebook()
         # An interactive console (ps1) can overwrite lines even if it is no terminal.
         self._live = notebook or sys.stdout.isatty() or hasattr(sys, "ps1")
