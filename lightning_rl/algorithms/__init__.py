@@ -7,6 +7,7 @@ from lightning_rl.algorithms.clear import CLEAR
 from lightning_rl.algorithms.critic_pretraining import CriticPretraining
 from lightning_rl.algorithms.distillation import Distillation
 from lightning_rl.algorithms.impala import IMPALA
+from lightning_rl.algorithms.mappo import MAPPO
 from lightning_rl.algorithms.overlapped_ppo import OverlappedPPO
 from lightning_rl.algorithms.ppg import PPG
 from lightning_rl.algorithms.ppg_off_policy import OffPolicyPPG
@@ -20,6 +21,7 @@ __all__ = [
     "A2C",
     "CLEAR",
     "IMPALA",
+    "MAPPO",
     "PPG",
     "PPO",
     "RND",

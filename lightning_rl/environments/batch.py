@@ -58,13 +58,13 @@ class NativeCartPole(VectorWrapper):
         arrays = {name: np.asarray(getattr(env, name)) for name in self._ARRAYS}
         return arrays | {"random": env.np_random.bit_generator.state}
 
-    def load_state_dict(self, state: dict[str, Any]) -> Nested:
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested]:
         env: Any = self.env
         env.reset(seed=0)
         env.np_random.bit_generator.state = state["random"]
         for name in self._ARRAYS:
             setattr(env, name, state[name].copy())
-        return state["state"].T.astype(np.float32)
+        return np.ones(self.num_envs, bool), state["state"].T.astype(np.float32)
 
 
 class EnvironmentServer:
@@ -375,7 +375,7 @@ class EnvironmentBatch:
         if self._pool is not None:
             self._pool.tracker = self._tracker
         self._histories, self._base = stateful_parts(env)
-        self._kind_of_state: str | None = "arrays" if isinstance(self._base, NativeCartPole) else None
+        self._kind_of_state: str | None = "arrays" if hasattr(self._base, "load_state_dict") else None
         if self._pool is not None and self._base is self._pool:
             self._kind_of_state = "episodes"
         # The policy acts on the observations of the workers, before any wrapper changes them.
@@ -527,8 +527,8 @@ class EnvironmentBatch:
             if self._kind_of_state == "episodes":
                 exact, observations = self._base.restore(state["environments"])
             else:
-                exact = np.ones(self.num_envs, bool)
-                observations = self._base.load_state_dict(to_arrays(state["environments"]))
+                exact, observations = self._base.load_state_dict(to_arrays(state["environments"]))
+                self._tracker.start(~exact)
             for wrapper, kept in zip(self._histories, state["wrappers"], strict=True):
                 observations = wrapper.load_state_dict(kept, exact, observations)
         return exact, observations

@@ -1,18 +1,24 @@
-"""Multi-agent environments with PettingZoo's parallel API; all agents use one policy."""
+"""Multi-agent environments with PettingZoo's parallel API: each agent is a row."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
 from lightning_rl.environments.contract import IDLE, Array, batch_infos, derive_seed
-from lightning_rl.nested import Nested, map_space
+from lightning_rl.masks import ActionMask
+from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked
 from lightning_rl.validation import check
+
+State = Literal["joint", "environment"]
 
 
 # No type arguments: VectorEnv takes none before Gymnasium 1.1.
@@ -22,59 +28,93 @@ class ParallelEnvVector(VectorEnv):
     The episode of a row ends when its agent terminates or is truncated. The row is then idle (`valid` is False) until
     all agents of the copy have ended; the step that ends the last of them also resets the copy.
 
-    Register a function that returns a `ParallelEnvVector` as `vector_entry_point`, and use `backend="native"`.
+    If the spaces of the agents differ, vectors are padded with zeros, and an action mask excludes the `Discrete`
+    actions that an agent does not have. With `state`, observations are a `Dict` of `observation`, the index of the
+    `agent`, and `state`, which `policy.critic_only` can hide from the actor.
 
     Args:
-        make: Makes one copy. Its agents must have equal spaces, or a `ConfigurationError` is raised.
+        make: Makes one copy. Spaces that differ and cannot be padded raise a `ConfigurationError`.
         num_envs: Number of rows, a multiple of the number of possible agents; 1 if only the spaces are needed.
+        state: `joint`: the flat observations of all agents of the copy, zeros for agents that have left.
+            `environment`: the result of `env.state()`. None: observations without `agent` and `state`.
+        team_reward: Each agent gets the sum of the rewards of all agents.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012 - as in Gymnasium
 
-    def __init__(self, make: Callable[[], Any], num_envs: int) -> None:
+    def __init__(
+        self, make: Callable[[], Any], num_envs: int, *, state: State | None = None, team_reward: bool = False
+    ) -> None:
         first = make()
         self.agents = list(first.possible_agents)
         num_agents = len(self.agents)
         self._has_only_spaces = num_envs == 1 < num_agents
         expected = f"a multiple of the {num_agents} agents of {first}, as evaluation.num_envs must be"
         check(num_envs % num_agents == 0 or self._has_only_spaces, "num_envs", num_envs, expected)
-        self.single_observation_space = self._common_space(first.observation_space, "observation", "observations")
-        self.single_action_space = self._common_space(first.action_space, "action", "action_space")
+        check(state in ("joint", "environment", None), "env.kwargs.state", state, "joint, environment or None")
+        self.state, self.team_reward = state, team_reward
+        self._observed = {agent: first.observation_space(agent) for agent in self.agents}
+        self._taken = {agent: first.action_space(agent) for agent in self.agents}
+        own, self.single_action_space = _common("observation", self._observed), _common("action", self._taken)
+        sizes = {agent: spaces.flatdim(space) for agent, space in self._observed.items()}
+        self._padding = {agent: max(sizes.values()) - size for agent, size in sizes.items()}
+        parts = {"observation": own}
+        # Parts of an agent's observations that never change.
+        self._constants: dict[Any, dict[str, Any]] = {agent: {} for agent in self.agents}
+        if state is not None:
+            joint = spaces.Box(-np.inf, np.inf, (sum(sizes.values()),), np.float32)
+            parts |= {"agent": spaces.Discrete(num_agents), "state": joint if state == "joint" else first.state_space}
+            self._constants = {agent: {"agent": index} for index, agent in enumerate(self.agents)}
+        most = self.single_action_space
+        if isinstance(most, spaces.Discrete) and any(space != most for space in self._taken.values()):
+            parts["action_mask"] = ActionMask(int(most.n))
+            for agent, space in self._taken.items():
+                self._constants[agent]["action_mask"] = np.arange(most.n) < space.n
+        self.single_observation_space = parts["observation"] if len(parts) == 1 else spaces.Dict(parts)
         self.num_envs = num_envs
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
+        self._joint_action_space = batch_space(self.single_action_space, num_agents)
         self.copies = [first, *(make() for _ in range(num_envs // num_agents - 1))]
         self._zeros = map_space(lambda leaf: np.zeros(leaf.shape or (), leaf.dtype), self.single_observation_space)
         self._observations: Any = create_empty_array(self.single_observation_space, num_envs)
         self._rows: list[Nested] = [self._zeros] * num_envs
+        self._seed, self._episodes = 0, [-1] * len(self.copies)
+        # Actions `[A, ...]` of all agents in each step of the current episodes.
+        self._history: list[list[Nested]] = [[] for _ in self.copies]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         check(not self._has_only_spaces, "num_envs", 1, f"a multiple of the {len(self.agents)} agents")
+        self._seed = int(np.random.default_rng().integers(2**31)) if seed is None else seed
         infos: list[dict[str, Any]] = [{}] * self.num_envs
         for index in range(len(self.copies)):
-            self._start(index, infos, None if seed is None else derive_seed(seed, index), options)
+            self._start(index, 0, infos, options)
         return self._concatenated(), batch_infos(infos)
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
-        taken = list(iterate(self.action_space, actions))
         rewards = np.zeros(self.num_envs)
         terminated, truncated, idle = (np.zeros(self.num_envs, bool) for _ in range(3))
         finals = np.full(self.num_envs, None, object)
         infos: list[dict[str, Any]] = [{}] * self.num_envs
         final_infos: list[dict[str, Any]] = [{}] * self.num_envs
         for index, env in enumerate(self.copies):
-            living = [(row, agent) for row, agent in self._places(index) if agent in env.agents]
-            idle[[row for row, agent in self._places(index) if agent not in env.agents]] = True
-            answers = env.step({agent: taken[row] for row, agent in living})
-            for row, agent in living:
-                observation, rewards[row], terminated[row], truncated[row], info = (x.get(agent) for x in answers)
+            rows = self._rows_of(index)
+            living = list(env.agents)
+            reached, *answers = self._step_copy(index, map_leaves(lambda x, rows=rows: x[rows], actions))
+            for row, agent in enumerate(self.agents, rows.start):
+                if agent not in living:
+                    idle[row] = True
+                    continue
+                rewards[row], terminated[row], truncated[row], info = (x.get(agent) for x in answers)
+                if self.team_reward:
+                    rewards[row] = sum(answers[0].values())
                 ended = terminated[row] or truncated[row]
                 if ended:
-                    finals[row] = copy.deepcopy(observation)
-                self._rows[row] = self._zeros if ended else observation
+                    finals[row] = copy.deepcopy(reached[agent])
+                self._rows[row] = self._zeros if ended else reached[agent]
                 (final_infos if ended else infos)[row] = info or {}
             if not env.agents:
-                self._start(index, infos)
+                self._start(index, self._episodes[index] + 1, infos)
         batched = batch_infos(infos)
         ended_rows = terminated | truncated
         if ended_rows.any():
@@ -87,24 +127,109 @@ class ParallelEnvVector(VectorEnv):
         for env in self.copies:
             env.close()
 
-    def _start(
-        self, index: int, infos: list[dict[str, Any]], seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> None:
-        observations, agent_infos = self.copies[index].reset(seed=seed, options=options)
-        for row, agent in self._places(index):
-            self._rows[row] = observations.get(agent, self._zeros)
-            infos[row] = agent_infos.get(agent, {})
+    def state_dict(self) -> dict[str, Any]:
+        """Return the seed, and the number and actions of the current episodes, for `load_state_dict` to replay."""
+        copies = {
+            str(index): {"episode": episode} | ({"actions": map_stacked(np.stack, history)} if history else {})
+            for index, (episode, history) in enumerate(zip(self._episodes, self._history, strict=True))
+        }
+        return {"seed": self._seed, "copies": copies, "observations": map_leaves(np.copy, self._observations)}
 
-    def _places(self, index: int) -> list[tuple[int, Any]]:
-        return list(enumerate(self.agents, index * len(self.agents)))
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested]:
+        """Replay the episodes of a state; return which rows see what they saw, `[B]`, and observations `[B, ...]`.
+
+        Copies whose observations differ begin new episodes.
+        """
+        exact = np.ones(self.num_envs, bool)
+        infos: list[dict[str, Any]] = [{}] * self.num_envs
+        self._seed = state["seed"]
+        for index, env in enumerate(self.copies):
+            stored, rows = state["copies"][str(index)], self._rows_of(index)
+            self._start(index, stored["episode"], infos)
+            for t in range(len(first_leaf(stored["actions"])) if "actions" in stored else 0):
+                reached, *_ = self._step_copy(index, map_leaves(lambda x, t=t: x[t], stored["actions"]))
+                self._rows[rows] = [reached[x] if x in env.agents else self._zeros for x in self.agents]
+            pairs = zip(leaves(self._concatenated()), leaves(state["observations"]), strict=True)
+            if not all(np.array_equal(x[rows], y[rows]) for x, y in pairs):
+                exact[rows] = False
+                self._start(index, stored["episode"] + 1, infos)
+        return exact, self._concatenated()
+
+    def _start(
+        self, index: int, episode: int, infos: list[dict[str, Any]], options: dict[str, Any] | None = None
+    ) -> None:
+        self._episodes[index], self._history[index] = episode, []
+        seed = derive_seed(self._seed, index, episode)
+        observations, agent_infos = self.copies[index].reset(seed=seed, options=options)
+        reached, rows = self._see(index, observations), self._rows_of(index)
+        self._rows[rows] = [reached.get(agent, self._zeros) for agent in self.agents]
+        infos[rows] = [agent_infos.get(agent, {}) for agent in self.agents]
+
+    def _step_copy(self, index: int, actions: Nested) -> tuple[dict[Any, Nested], ...]:
+        """Step a copy with the actions `[A, ...]` of its agents; return the answers of `env.step` by agent."""
+        env = self.copies[index]
+        self._history[index].append(map_leaves(np.copy, actions))
+        each = zip(self.agents, iterate(self._joint_action_space, actions), strict=True)
+        observations, *answers = env.step({agent: self._unpadded(agent, x) for agent, x in each if agent in env.agents})
+        return self._see(index, observations), *answers
+
+    def _unpadded(self, agent: Any, action: Nested) -> Nested:  # noqa: ANN401
+        space = self._taken[agent]
+        if isinstance(space, spaces.Box) and space != self.single_action_space:
+            return np.clip(action[: space.shape[0]], space.low, space.high)
+        return action
+
+    def _see(self, index: int, observations: Mapping[Any, Nested]) -> dict[Any, Nested]:
+        """Return the observations of agents of a copy, padded, and with the further parts of the space."""
+        further: dict[str, Any] = {}
+        if self.state == "joint":
+            flat: list[Any] = [
+                spaces.flatten(space, observations[agent]) if agent in observations else np.zeros(spaces.flatdim(space))
+                for agent, space in self._observed.items()
+            ]
+            further["state"] = np.concatenate(flat, dtype=np.float32)
+        elif self.state == "environment":
+            further["state"] = self.copies[index].state()
+        seen = {}
+        for agent in observations:
+            own, missing = observations[agent], self._padding[agent]
+            own = np.pad(own, (0, missing)) if missing else own
+            parts = self._constants[agent] | further
+            seen[agent] = {"observation": own} | parts if parts else own
+        return seen
+
+    def _rows_of(self, index: int) -> slice:
+        return slice(index * len(self.agents), (index + 1) * len(self.agents))
 
     def _concatenated(self) -> Any:  # noqa: ANN401
         self._observations = concatenate(self.single_observation_space, self._rows, self._observations)
         return self._observations
 
-    def _common_space(self, space_of: Callable[[Any], Any], what: str, padding: str) -> Any:  # noqa: ANN401
-        spaces = {agent: space_of(agent) for agent in self.agents}
-        space = spaces[self.agents[0]]
-        same = all(other == space for other in spaces.values())
-        check(same, f"{what}_space", spaces, f"the same space for all agents, see supersuit.pad_{padding}_v0")
-        return space
+
+def _common(what: str, by_agent: Mapping[Any, spaces.Space[Any]]) -> Any:  # noqa: ANN401 - a space
+    """Return the space of all agents: the same, or the largest one, to which the others are padded."""
+    all_spaces: list[Any] = list(by_agent.values())
+    first = all_spaces[0]
+    if all(space == first for space in all_spaces):
+        return first
+    if what == "action" and all(isinstance(space, spaces.Discrete) and space.start == 0 for space in all_spaces):
+        return max(all_spaces, key=lambda space: space.n)
+    vectors = all(isinstance(space, spaces.Box) and len(space.shape) == 1 for space in all_spaces)
+    expected = "equal spaces of all agents, vectors of one dtype, or Discrete actions; see PettingZoo's supersuit"
+    check(vectors and all(space.dtype == first.dtype for space in all_spaces), f"{what}_space", by_agent, expected)
+    low, high = min(0, *(x.low.min() for x in all_spaces)), max(0, *(x.high.max() for x in all_spaces))
+    return spaces.Box(low, high, max(space.shape for space in all_spaces), first.dtype.type)
+
+
+def make_parallel_env(
+    num_envs: int,
+    module: str,
+    state: State | None = None,
+    team_reward: bool = False,
+    max_episode_steps: int | None = None,
+    **options: Any,  # noqa: ANN401 - of `parallel_env`
+) -> ParallelEnvVector:
+    """Make the environments of the id `PettingZoo/<module>`, with `parallel_env` of this module."""
+    limit = {} if max_episode_steps is None else {"max_cycles": max_episode_steps}
+    make = functools.partial(importlib.import_module(module).parallel_env, **limit, **options)
+    return ParallelEnvVector(make, num_envs, state=state, team_reward=team_reward)

@@ -16,7 +16,8 @@ from lightning_rl.validation import ConfigurationError, how_to_install
 
 # Packages that register environments when they are imported, with the extra that installs them.
 _PLUGINS = {"ale_py": "atari", "minigrid": "minigrid"}
-_EXTRA_BY_PREFIX = {"ALE/": "atari", "MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
+_EXTRA_BY_PREFIX = {"ALE/": "atari", "MiniGrid-": "minigrid", "BabyAI-": "minigrid", "PettingZoo/mpe2.": "mpe"}
+_PARALLEL = "PettingZoo/"
 _ATARI_SUFFIXES = ("NoFrameskip-v4", "NoFrameskip-v0")
 _ROBOTICS = ("gymnasium_robotics", "shimmy")
 _PACKAGE_BY_PREFIX = {
@@ -35,7 +36,8 @@ def find_spec(env_id: str) -> EnvSpec:
     """Return the registered spec of an environment; imports the packages that register more environments.
 
     Args:
-        env_id: As in `gymnasium.make`; `module:id` imports `module` first.
+        env_id: As in `gymnasium.make`; `module:id` imports `module` first. `PettingZoo/<module>` is the parallel
+            environment of a module.
 
     Raises:
         ConfigurationError: The id is unknown, or its package is not installed.
@@ -43,6 +45,9 @@ def find_spec(env_id: str) -> EnvSpec:
     module, _, name = env_id.rpartition(":")
     if module:
         _import(module, f"env_id={env_id!r}")
+    if parallel := parallel_module(name):
+        entry_point = "lightning_rl.environments.pettingzoo:make_parallel_env"
+        return EnvSpec(name, vector_entry_point=entry_point, kwargs={"module": parallel})
     for package in _PLUGINS:
         if name not in gymnasium.registry and importlib.util.find_spec(package):
             gymnasium.register_envs(importlib.import_module(package))
@@ -57,6 +62,11 @@ def find_spec(env_id: str) -> EnvSpec:
         raise ConfigurationError(f"env_id={env_id!r} is unknown: expected {home}:{name}, which imports its package")
     imports = f"; a package that registers it is imported by package:{name}, or by --data.env.imports [package]"
     raise unknown_id(env_id, _current_ids(gymnasium.registry), "" if module else imports)
+
+
+def parallel_module(env_id: str) -> str:
+    """Return the module of an id `PettingZoo/<module>`; an empty string for other ids."""
+    return env_id.removeprefix(_PARALLEL) if env_id.startswith(_PARALLEL) else ""
 
 
 def import_modules(names: Iterable[str]) -> None:
@@ -108,7 +118,8 @@ def unknown_id(env_id: str, known: Iterable[str], otherwise: str = "") -> Config
 
 def missing_package(spec: EnvSpec, error: object) -> ConfigurationError:
     """Return the error for a registered environment whose package is not installed: it names the extra."""
-    return _needs(f"env_id={spec.id!r}", _by_prefix(_EXTRA_BY_ENTRY_POINT, str(spec.entry_point)), str(error))
+    extra = _by_prefix(_EXTRA_BY_ENTRY_POINT, str(spec.entry_point)) or _by_prefix(_EXTRA_BY_PREFIX, spec.id)
+    return _needs(f"env_id={spec.id!r}", extra, str(error))
 
 
 def working_versions(error: BaseException) -> str:

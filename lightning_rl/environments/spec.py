@@ -12,6 +12,7 @@ from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.wrappers import vector as vector_wrappers
 
 from lightning_rl.environments.atari import AtariPreprocessing
+from lightning_rl.environments.registry import parallel_module
 from lightning_rl.environments.wrappers.action_mask import MaskedActions, ReadMasks, check_source
 from lightning_rl.environments.wrappers.action_repeat import learned_repeat
 from lightning_rl.environments.wrappers.history import FlatObservations, FrameStack, PreviousStep
@@ -189,7 +190,7 @@ class EnvironmentSpec:
         if is_loading():  # now, since the environments are made later, outside of `loading`
             for name in self.env.imports:
                 check_module("env.imports", name, name)
-            if module := self.env_id.rpartition(":")[0]:
+            if module := self.env_id.rpartition(":")[0] or parallel_module(self.env_id):
                 check_module("env_id", self.env_id, module)
             for wrapper in applied:
                 import_class("env.wrappers", wrapper["class_path"], WRAPPERS)

@@ -20,19 +20,20 @@ class Relay:
     """
 
     metadata = {"name": "relay"}  # noqa: RUF012
+    state_space = spaces.Box(0, 99, (2,), np.float32)
 
-    def __init__(self, lives=(2, 4), same_spaces=True):
+    def __init__(self, lives=(2, 4), sizes=(3, 3), choices=(5, 5), noise=0.0, max_cycles=99):
         self.possible_agents = [f"runner_{i}" for i in range(len(lives))]
         self.agents = []
-        self.lives, self.same_spaces = lives, same_spaces
+        self.lives, self.sizes, self.noise = [min(life, max_cycles) for life in lives], sizes, noise
+        self.action_spaces = [spaces.Discrete(n) if isinstance(n, int) else n for n in choices]
         self.episode, self.closed, self.seeds, self.actions = -1, False, [], []
 
     def observation_space(self, agent):
-        wider = not self.same_spaces and agent == self.possible_agents[-1]
-        return spaces.Box(-np.inf, np.inf, (4 if wider else 3,), np.float32)
+        return spaces.Box(-np.inf, np.inf, (self.sizes[self.possible_agents.index(agent)],), np.float32)
 
     def action_space(self, agent):
-        return spaces.Discrete(5)
+        return self.action_spaces[self.possible_agents.index(agent)]
 
     def reset(self, seed=None, options=None):
         self.episode, self.steps, self.agents = self.episode + 1, 0, list(self.possible_agents)
@@ -40,7 +41,12 @@ class Relay:
         return {agent: self.see(agent) for agent in self.agents}, {agent: {} for agent in self.agents}
 
     def see(self, agent):
-        return np.array([self.episode, self.possible_agents.index(agent), self.steps], np.float32)
+        index = self.possible_agents.index(agent)
+        seen = [self.episode, index, self.steps + self.noise * np.random.rand(), 7]
+        return np.array(seen[: self.sizes[index]], np.float32)
+
+    def state(self):
+        return np.array([self.episode, self.steps], np.float32)
 
     def step(self, actions):
         assert list(actions) == self.agents, "exactly the living agents act"
@@ -60,12 +66,18 @@ class Relay:
         self.closed = True
 
 
+BOX = spaces.Box(-1, 1, (2,), np.float32)
 made = []
 
 
-def make_relays(num_envs, **kwargs):
+def make_relays(num_envs, state=None, team_reward=False, **kwargs):
     made.clear()
-    return ParallelEnvVector(lambda: made.append(Relay(**kwargs)) or made[-1], num_envs)
+    make = lambda: made.append(Relay(**kwargs)) or made[-1]  # noqa: E731
+    return ParallelEnvVector(make, num_envs, state=state, team_reward=team_reward)
+
+
+def parallel_env(**kwargs):
+    return Relay(**kwargs)
 
 
 gymnasium.register("Probe/Relay-v0", vector_entry_point=make_relays)
@@ -87,13 +99,12 @@ def test_each_agent_is_a_row_that_is_idle_until_all_agents_have_ended():
     assert sorted(zip(rollout.episodes.returns, rollout.episodes.lengths, strict=True)) == [(3, 2), (3, 2), (50, 4)]
 
 
-def test_only_living_agents_act_and_each_copy_has_its_own_seed():
+def test_only_living_agents_act_and_each_episode_has_its_own_seed():
     rollout = collect(**RELAY, length=4, policy=Told(action=lambda o: o[:, 1].long() + 1), num_envs=4)
     assert [env.actions for env in made] == [[[1, 2], [1, 2], [2], [2]]] * 2
     assert rollout.valid.T.tolist()[2] == [True, True, False, False]
-    seeds = [env.seeds for env in made]
-    assert seeds[0][0] != seeds[1][0] and None not in (seeds[0][0], seeds[1][0])
-    assert [later for _, *later in seeds] == [[None]] * 2
+    seeds = [seed for env in made for seed in env.seeds]
+    assert len(set(seeds)) == 4 and None not in seeds  # of two episodes of each copy
     assert all(env.closed for env in made)
 
 
@@ -125,12 +136,90 @@ def test_agents_are_trained_and_evaluated():
     ("options", "message"),
     [
         ({"num_envs": 3}, "num_envs=3 is not valid: expected a multiple of the 2 agents"),
-        ({"num_envs": 2, "same_spaces": False}, "observation_space=.* supersuit.pad_observations_v0"),
+        (
+            {"env": {"kwargs": {"choices": (5, BOX)}}},
+            "action_space=.* equal spaces of all agents, vectors .* supersuit",
+        ),
+        ({"env": {"kwargs": {"choices": (5, spaces.Discrete(4, start=1))}}}, "action_space=.* equal spaces"),
+        ({"env": {"kwargs": {"state": "all"}}}, "env.kwargs.state='all' is not valid: expected joint, environment"),
     ],
 )
-def test_invalid_number_of_rows_and_different_spaces_are_errors(options, message):
+def test_invalid_number_of_rows_spaces_and_state_are_errors(options, message):
     with pytest.raises(ConfigurationError, match=f"^{message}"):
-        collect(**RELAY, length=1, policy=Told(), **options)
+        collect(**RELAY, length=1, policy=Told(), **{"num_envs": 2} | options)
+
+
+def test_vectors_of_different_sizes_are_padded_and_missing_actions_masked():
+    env = make_relays(2, sizes=(4, 2), choices=(3, 5))
+    assert env.single_action_space == spaces.Discrete(5)
+    observations = env.reset(seed=0)[0]
+    assert observations["observation"].tolist() == [[0, 0, 0, 7], [0, 1, 0, 0]]
+    assert observations["action_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
+
+
+def test_agents_get_their_components_of_padded_continuous_actions():
+    wide, narrow = BOX, spaces.Box(-0.5, 0.5, (1,), np.float32)
+    env = make_relays(2, choices=(wide, narrow))
+    assert env.single_action_space == wide
+    env.reset(seed=0)
+    env.step(np.array([[1, -1], [1, 1]], np.float32))
+    assert [action.tolist() for action in made[0].actions[0]] == [[1, -1], [0.5]]
+
+
+@pytest.mark.parametrize(
+    ("state", "first", "ended", "alone"),
+    [("joint", [0, 0, 0, 0, 1, 0], [0, 0, 2, 0, 1, 2], [0, 0, 0, 0, 1, 3]), ("environment", [0, 0], [0, 2], [0, 3])],
+)
+def test_state_shows_all_agents_until_they_leave(state, first, ended, alone):
+    env = make_relays(2, state=state)
+    observations = env.reset(seed=0)[0]
+    assert observations["agent"].tolist() == [0, 1] and observations["state"].tolist() == [first, first]
+    env.step(np.zeros(2, int))
+    observations, *_, infos = env.step(np.zeros(2, int))
+    assert infos["final_obs"][0]["state"].tolist() == ended == observations["state"][1].tolist()
+    observations = env.step(np.zeros(2, int))[0]
+    assert observations["state"].tolist() == [[0] * len(alone), alone]
+
+
+def test_team_reward_is_the_sum_over_the_living_agents():
+    rollout = collect(**RELAY, length=4, policy=Told(), num_envs=2, env={"kwargs": {"team_reward": True}})
+    assert rollout.rewards.T.tolist() == [[12, 14, 0, 0], [12, 14, 13, 14]]
+
+
+def test_replayed_copies_continue_with_the_same_steps():
+    def play(env, num_steps):
+        return [env.step(np.array([t % 5, 1, 2, 3]))[0]["state"].tolist() for t in range(num_steps)]
+
+    env, resumed = (make_relays(4, state="joint") for _ in range(2))
+    env.reset(seed=5)
+    play(env, 3)  # the first agents have left
+    exact, observations = resumed.load_state_dict(env.state_dict())
+    assert exact.all() and observations["state"].tolist() == env._observations["state"].tolist()
+    assert play(resumed, 9) == play(env, 9)
+    assert made[0].seeds[1:] and env.state_dict()["seed"] == resumed.state_dict()["seed"] == 5
+
+
+def test_copies_that_cannot_be_replayed_begin_the_next_episode():
+    env, resumed = make_relays(2, noise=1.0), make_relays(2, noise=1.0)
+    for one in (env, resumed):
+        one.reset(seed=5)
+    env.step(np.zeros(2, int))
+    exact, observations = resumed.load_state_dict(env.state_dict())
+    assert not exact.any() and observations[0, 2] < 1 and resumed.state_dict()["copies"]["0"] == {"episode": 1}
+
+
+def test_id_names_the_module_of_a_parallel_environment():
+    data = make_data(
+        "PettingZoo/tests.environments.test_pettingzoo",
+        backend="native",
+        num_envs=2,
+        env={"kwargs": {"sizes": (2, 4), "state": "joint"}, "max_episode_steps": 1},
+    )
+    assert data.observation_space["observation"].shape == (4,)
+    with pytest.raises(ConfigurationError, match=r"mpe2.none' needs .* is not installed .* 'lightning-rl\[mpe\]'"):
+        _ = make_data("PettingZoo/mpe2.none", backend="native").observation_space
+    with pytest.raises(ConfigurationError, match=r"backend='sync' is not valid: expected native"):
+        _ = make_data("PettingZoo/tests.environments.test_pettingzoo").observation_space
 
 
 def test_one_row_is_enough_for_the_spaces_but_not_to_play():
