@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,12 +10,20 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.algorithms.ppo import PPO
-from lightning_rl.nested import Nested, without
+from lightning_rl.nested import Nested, map_stacked, part_at, without
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.config import PolicyConfig, PolicyOptions
+from lightning_rl.policies.distributions import Distribution, make_action_head
 from lightning_rl.policies.networks import make_encoder
 from lightning_rl.spaces import SpaceOrDict
-from lightning_rl.training.config import NormalizationConfig, NormalizationOptions
+from lightning_rl.training.config import (
+    ClippingConfig,
+    ClippingOptions,
+    NormalizationConfig,
+    NormalizationOptions,
+    OptimizerConfig,
+    OptimizerOptions,
+)
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_bool
 
@@ -22,13 +31,13 @@ _OF_ENCODERS = ("network", "hidden_sizes", "activation", "discrete_encoding")
 
 
 class EncoderPerAgent(nn.Module):
-    """Encoders with separate parameters for each agent, which the part `agent` of observations selects.
+    """Separate encoders for the agents, of which the part `agent` of an observation selects one.
 
-    The features of a row are those of its agent's encoder and a constant, at the place of this agent, and zeros
-    elsewhere. So the weights of a linear layer after the encoder are separate too.
+    The features `[N, agents * (f + 1)]` are zeros except for the `f` features of the agent and a one, at its place. So
+    the weights of a linear layer after the encoder are separate too.
 
     Args:
-        space: Observations of a row, with the part `agent`.
+        space: Observations with the part `agent`.
         **options: Arguments of `make_encoder`.
     """
 
@@ -37,7 +46,8 @@ class EncoderPerAgent(nn.Module):
         self.num_agents = int(space["agent"].n)  # type: ignore[attr-defined]
         own = without(space, ["agent"])
         self.encoders = nn.ModuleList(make_encoder(own, **options) for _ in range(self.num_agents))
-        self.out_features = self.num_agents * (int(self.encoders[0].out_features) + 1)  # type: ignore[arg-type]
+        self.width = int(self.encoders[0].out_features)  # type: ignore[arg-type]
+        self.out_features = self.num_agents * (self.width + 1)
 
     def forward(self, observations: Nested) -> Tensor:
         own = without(observations, ["agent"])
@@ -46,20 +56,64 @@ class EncoderPerAgent(nn.Module):
         return torch.cat([features * is_agent, is_agent], -1).flatten(-2)
 
 
+class HeadPerAgent(nn.Module):
+    """Separate action heads for the agents, for the features of `EncoderPerAgent`."""
+
+    def __init__(self, heads: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(heads)
+
+    def forward(self, features: Tensor, *mask: Tensor) -> Distribution:
+        by_agent = features.unflatten(-1, (len(self.heads), -1))  # type: ignore[no-untyped-call]
+        is_agent = by_agent[..., -1] > 0
+        found = [head(by_agent[..., i, :-1], *mask) for i, head in enumerate(self.heads)]
+
+        def select(parts: list[Tensor]) -> Tensor:
+            selected = parts[0]
+            for i, part in enumerate(parts):
+                mine = is_agent[..., i]
+                selected = torch.where(mine.reshape(*mine.shape, *(1,) * (part.dim() - mine.dim())), part, selected)
+            return selected
+
+        return found[0].with_parameters(map_stacked(select, [x.parameters() for x in found]))  # type: ignore[no-any-return]
+
+    def clipped(self, actions: Nested) -> Tensor | None:
+        head: Any = self.heads[0]
+        return head.clipped(actions) if hasattr(head, "clipped") else None
+
+
+class SeparateActorCritics(ActorCritic):
+    """An actor-critic for each agent; only the statistics of normalization are those of all agents."""
+
+    def __init__(self, space: spaces.Dict, action_space: spaces.Space[Any], **options: Any) -> None:  # noqa: ANN401
+        check(options["memory"] is None, "memory", options["memory"], "None with share_policy=False")
+        arguments = {name: options.pop(name) for name in _OF_ENCODERS}
+        network: Any = {"class_path": f"{__name__}.EncoderPerAgent", "init_args": arguments}
+        super().__init__(space, action_space, network=network, **options)
+        encoder: Any = self.actor_encoder
+        of_head = (options["initial_log_std"], options["action_distribution"])
+        mask_space = None if self._mask_path is None else part_at(space, self._mask_path)
+        heads = [make_action_head(action_space, encoder.width, *of_head, mask_space) for _ in encoder.encoders]
+        self.action_head = HeadPerAgent(heads)
+        self.value_head.bias.requires_grad_(False)  # all agents would share it; the features have a one for each
+
+
 class MAPPO(PPO):
     """PPO for several agents with a centralized critic (Yu et al. 2022).
 
-    The environments are `ParallelEnvVector`, with one row per agent and a `state`. Each agent acts on its own
-    observation; only the critic sees the state. Steps after an agent has left do not count.
+    The environments are copies of a PettingZoo parallel environment with a `state`, with one row for each agent. An
+    agent acts on its own observation; only the critic sees the state. Steps after an agent has left do not count.
 
     Args:
-        share_policy: All agents share actor and critic, which get the index of the agent. False: each agent has its own
-            networks, and `policy.memory` must be None.
+        share_policy: All agents share one actor and one critic, which get the index of the agent. False: each agent has
+            its own networks, without memory.
         num_epochs: Passes over each rollout.
         num_minibatches: Minibatches of each pass; the paper recommends one.
         entropy_coef: Weight of the entropy bonus. May be a schedule.
         policy: Networks and action distributions; `policy.critic_only` hides the state from the actor.
-        normalization: Running normalization; by default of values by PopArt.
+        optimizer: Optimizer and gradient clipping.
+        normalization: Running normalization; of values by default.
+        clipping: Further limits of the change of policy and values; a Huber loss of values by default.
         **kwargs: Options of `PPO`.
     """
 
@@ -72,8 +126,10 @@ class MAPPO(PPO):
         num_epochs: int = 10,
         num_minibatches: int | None = 1,
         entropy_coef: Scheduled = 0.01,
-        policy: PolicyOptions = PolicyConfig(critic_only=("state",)),
+        policy: PolicyOptions = PolicyConfig(activation="relu", critic_only=("state",)),
+        optimizer: OptimizerOptions = OptimizerConfig(max_grad_norm=10.0),
         normalization: NormalizationOptions = NormalizationConfig(values="popart"),
+        clipping: ClippingOptions = ClippingConfig(value_huber_delta=10.0),
         **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(
@@ -83,17 +139,15 @@ class MAPPO(PPO):
             num_minibatches=num_minibatches,
             entropy_coef=entropy_coef,
             policy=policy,
+            optimizer=optimizer,
             normalization=normalization,
+            clipping=clipping,
             **kwargs,
         )
 
     def make_policy(self) -> ActorCritic:
-        space, options = self.observation_space, self.policy_options()
-        known = space.spaces if isinstance(space, spaces.Dict) else {}
-        expected = "a Dict with agent and state, as with data.env.kwargs.state=joint"
-        check({"agent", "state"} <= known.keys(), "observation_space", space, expected)
-        if not check_bool("share_policy", self.options["share_policy"]):
-            check(options["memory"] is None, "memory", options["memory"], "None with share_policy=False")
-            arguments = {name: options.pop(name) for name in _OF_ENCODERS}
-            options["network"] = {"class_path": f"{__name__}.EncoderPerAgent", "init_args": arguments}
-        return ActorCritic(space, self.action_space, **options)
+        space: Any = self.observation_space
+        is_known = isinstance(space, spaces.Dict) and {"agent", "state"} <= set(space)
+        check(is_known, "observation_space", space, "a Dict with agent and state, as from data.env.kwargs.state=joint")
+        shares = check_bool("share_policy", self.options["share_policy"])
+        return (ActorCritic if shares else SeparateActorCritics)(space, self.action_space, **self.policy_options())
