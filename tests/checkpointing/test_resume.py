@@ -15,6 +15,7 @@ from lightning_rl import (
     A2C,
     CLEAR,
     IMPALA,
+    MAPPO,
     PPG,
     PPO,
     RND,
@@ -107,6 +108,15 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "policy": {"memory": {"kind": "gru", "hidden_size": 6, "sequence_length": 8}},
             "num_minibatches": 3,
         },
+    ),
+    "mappo": (
+        {
+            "env_id": "PettingZoo/tests.environments.test_pettingzoo",
+            "backend": "native",
+            "env": {"kwargs": {"state": "joint", "lives": (2, 9, 5)}},
+            "evaluation": {"episodes": 3},
+        },
+        {"algorithm": MAPPO, "share_policy": False, "normalization": {"observations": True, "values": "popart"}},
     ),
     # Stopped after three rollouts at the end of a phase, after four in the next one.
     "ppg": (
