@@ -51,6 +51,7 @@ HYBRID = space_to_dict(
     )
 )
 
+RELAY_OF_THREE = {"state": "joint", "seeded": True, "lives": (2, 9, 5), "sizes": (3, 2, 4), "choices": (5, 3, 4)}
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "discrete": ({"env_id": "CartPole-v1"}, {"optimizer": {"anneal": True}}),
     "continuous": ({"env_id": "Pendulum-v1"}, {"normalization": {"observations": True, "rewards": True}}),
@@ -113,7 +114,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "env_id": "PettingZoo/tests.environments.test_pettingzoo",
             "backend": "native",
-            "env": {"kwargs": {"state": "joint", "lives": (2, 9, 5)}},
+            "env": {"kwargs": RELAY_OF_THREE},
             "evaluation": {"episodes": 3},
         },
         {"algorithm": MAPPO, "share_policy": False, "normalization": {"observations": True, "values": "popart"}},

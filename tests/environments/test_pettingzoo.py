@@ -22,10 +22,11 @@ class Relay:
     metadata = {"name": "relay"}  # noqa: RUF012
     state_space = spaces.Box(0, 99, (2,), np.float32)
 
-    def __init__(self, lives=(2, 4), sizes=(3, 3), choices=(5, 5), noise=0.0, max_cycles=99):
+    def __init__(self, lives=(2, 4), sizes=(3, 3), choices=(5, 5), noise=0.0, seeded=False, max_cycles=99):
         self.possible_agents = [f"runner_{i}" for i in range(len(lives))]
         self.agents = []
         self.lives, self.sizes, self.noise = [min(life, max_cycles) for life in lives], sizes, noise
+        self.seeded = seeded
         self.action_spaces = [spaces.Discrete(n) if isinstance(n, int) else n for n in choices]
         self.episode, self.closed, self.seeds, self.actions = -1, False, [], []
 
@@ -37,12 +38,14 @@ class Relay:
 
     def reset(self, seed=None, options=None):
         self.episode, self.steps, self.agents = self.episode + 1, 0, list(self.possible_agents)
+        if self.seeded:
+            self.episode = seed % 9
         self.seeds.append(seed)
         return {agent: self.see(agent) for agent in self.agents}, {agent: {} for agent in self.agents}
 
     def see(self, agent):
         index = self.possible_agents.index(agent)
-        seen = [self.episode, index, self.steps + self.noise * np.random.rand(), 7]
+        seen = [self.episode, index, self.steps + (self.noise and self.noise * np.random.rand()), 7]
         return np.array(seen[: self.sizes[index]], np.float32)
 
     def state(self):
