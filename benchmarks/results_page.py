@@ -19,7 +19,7 @@ import equal_settings
 import numpy as np
 import zoo
 
-from lightning_rl.tools import comparisons
+from lightning_rl.tools.curves import interquartile_mean, interval
 
 PAGE = zoo.HERE.parent / "docs" / "results.md"
 FIGURE = zoo.HERE.parent / "docs/figures/results.svg"
@@ -172,7 +172,7 @@ def _with_interval(values: Sequence[float]) -> str:
     if len(values) == 1:
         return f"{mean:.{digits}f}"
     low, high = zoo.interval(values)
-    middle = float(comparisons.interquartile_mean(np.array(values)))
+    middle = float(interquartile_mean(np.array(values)))
     iqm = f", IQM {middle:.{digits}f}" if len(values) >= 4 else ""
     return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]{iqm}"
 
@@ -282,12 +282,12 @@ def draw(runs: Mapping[str, Sequence[dict[str, Any]]], path: Path = FIGURE) -> N
     scores = normalized(rows(runs))
 
     def middle(*tasks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return comparisons.interquartile_mean(np.concatenate(tasks))
+        return interquartile_mean(np.concatenate(tasks))
 
     lines = {
         f"all {len(scores)} tasks (IQM)": (
             float(middle(*scores.values())),
-            comparisons.interval(middle, *scores.values()),
+            interval(middle, *scores.values()),
         )
     }
     mean = functools.partial(np.mean, axis=None)
