@@ -26,14 +26,14 @@ from lightning_rl.training.config import (
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_bool
 
-_OF_ENCODERS = ("network", "hidden_sizes", "activation", "discrete_encoding")
+_ENCODER_OPTIONS = ("network", "hidden_sizes", "activation", "discrete_encoding")
 
 
 class EncoderPerAgent(nn.Module):
-    """Separate encoders for the agents, of which the part `agent` of an observation selects one.
+    """One encoder per agent, selected by the part `agent` of an observation.
 
-    The features `[N, agents * (f + 1)]` are zeros except for the `f` features of the agent and a one, at its place. So
-    the weights of a linear layer after the encoder are separate too.
+    In the features `[N, agents * (f + 1)]`, the block of the agent holds its `f` features and a 1, and all other blocks
+    are zero. A linear layer after the encoder therefore has separate weights for each agent.
 
     Args:
         space: Observations with the part `agent`.
@@ -56,7 +56,7 @@ class EncoderPerAgent(nn.Module):
 
 
 class HeadPerAgent(nn.Module):
-    """Separate action heads for the agents, for the features of `EncoderPerAgent`."""
+    """One action head per agent, for the features of `EncoderPerAgent`."""
 
     def __init__(self, heads: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -82,37 +82,37 @@ class HeadPerAgent(nn.Module):
 
 
 class SeparateActorCritics(ActorCritic):
-    """An actor-critic for each agent; only the statistics of normalization are those of all agents."""
+    """One actor-critic per agent; the agents share only the statistics of normalization."""
 
     def __init__(self, space: spaces.Dict, action_space: spaces.Space[Any], **options: Any) -> None:  # noqa: ANN401
         check(options["memory"] is None, "memory", options["memory"], "None with share_policy=False")
-        arguments = {name: options.pop(name) for name in _OF_ENCODERS}
+        arguments = {name: options.pop(name) for name in _ENCODER_OPTIONS}
         network: Any = {"class_path": f"{__name__}.EncoderPerAgent", "init_args": arguments}
         super().__init__(space, action_space, network=network, **options)
         encoder: Any = self.actor_encoder
-        of_head = (options["initial_log_std"], options["action_distribution"])
+        head_options = (options["initial_log_std"], options["action_distribution"])
         mask_space = None if self._mask_path is None else part_at(space, self._mask_path)
-        heads = [make_action_head(action_space, encoder.width, *of_head, mask_space) for _ in encoder.encoders]
+        heads = [make_action_head(action_space, encoder.width, *head_options, mask_space) for _ in encoder.encoders]
         self.action_head = HeadPerAgent(heads)
-        self.value_head.bias.requires_grad_(False)  # all agents would share it; the features have a one for each
+        self.value_head.bias.requires_grad_(False)  # shared by all agents; the 1 in the features takes its place
 
 
 class MAPPO(PPO):
     """PPO for several agents with a centralized critic (Yu et al. 2022).
 
     The environments are copies of a PettingZoo parallel environment with a `state`, with one row for each agent. An
-    agent acts on its own observation; only the critic sees the state. Steps after an agent has left do not count.
+    agent acts on its own observation; only the critic sees the state. Steps after an agent has left are not used.
 
     Args:
-        share_policy: All agents share one actor and one critic, which get the index of the agent. False: each agent has
-            its own networks, without memory.
+        share_policy: One actor and one critic for all agents, with the index of the agent as input. False: separate
+            networks for each agent, without memory.
         num_epochs: Passes over each rollout.
         num_minibatches: Minibatches of each pass; the paper recommends one.
         entropy_coef: Weight of the entropy bonus. May be a schedule.
         policy: Networks and action distributions; `policy.critic_only` hides the state from the actor.
         optimizer: Optimizer and gradient clipping.
         normalization: Running normalization; of values by default.
-        clipping: Further limits of the change of policy and values; a Huber loss of values by default.
+        clipping: Further limits of the change of policy and values; by default, a Huber loss of values.
         **kwargs: Options of `PPO`.
     """
 
@@ -148,5 +148,7 @@ class MAPPO(PPO):
         space: Any = self.observation_space
         is_known = isinstance(space, spaces.Dict) and {"agent", "state"} <= set(space)
         check(is_known, "observation_space", space, "a Dict with agent and state, as from data.env.kwargs.state=joint")
-        shares = check_bool("share_policy", self.options["share_policy"])
+        shares, hidden = check_bool("share_policy", self.options["share_policy"]), self.options["policy.critic_only"]
+        expected = "['state']: the actor must not get the state" + ("" if shares else ", and needs the part agent")
+        check("state" in (hidden or ()) and (shares or "agent" not in hidden), "policy.critic_only", hidden, expected)
         return (ActorCritic if shares else SeparateActorCritics)(space, self.action_space, **self.policy_options())

@@ -49,7 +49,8 @@ class ParallelEnvVector(VectorEnv):
         self.agents = list(first.possible_agents)
         num_agents = len(self.agents)
         self._has_only_spaces = num_envs == 1 < num_agents
-        expected = f"a multiple of the {num_agents} agents of {first}, as evaluation.num_envs must be"
+        count = f"a multiple of the {num_agents} agents of {first}"
+        expected = f"{count}: it counts agents, as evaluation.num_envs and numbers of evaluation episodes do"
         check(num_envs % num_agents == 0 or self._has_only_spaces, "num_envs", num_envs, expected)
         check(state in ("joint", "environment", None), "env.kwargs.state", state, "joint, environment or None")
         self.state, self.team_reward = state, team_reward
@@ -231,5 +232,7 @@ def make_parallel_env(
 ) -> ParallelEnvVector:
     """Make the environments of the id `PettingZoo/<module>`, with `parallel_env` of this module."""
     limit = {} if max_episode_steps is None else {"max_cycles": max_episode_steps}
-    make = functools.partial(importlib.import_module(module).parallel_env, **limit, **options)
+    parallel_env = getattr(importlib.import_module(module), "parallel_env", None)
+    check(parallel_env is not None, "env_id", f"PettingZoo/{module}", "a module with parallel_env")
+    make = functools.partial(parallel_env, **limit, **options)
     return ParallelEnvVector(make, num_envs, state=state, team_reward=team_reward)

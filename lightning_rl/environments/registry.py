@@ -46,6 +46,8 @@ def find_spec(env_id: str) -> EnvSpec:
     if module:
         _import(module, f"env_id={env_id!r}")
     if parallel := parallel_module(name):
+        if importlib.util.find_spec(parallel.partition(".")[0]):  # otherwise, making it names the extra
+            _import(parallel, f"env_id={env_id!r}")
         entry_point = "lightning_rl.environments.pettingzoo:make_parallel_env"
         return EnvSpec(name, vector_entry_point=entry_point, kwargs={"module": parallel})
     for package in _PLUGINS:

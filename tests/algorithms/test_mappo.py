@@ -1,4 +1,4 @@
-"""MAPPO: agents act on what they see, a critic that sees all of them learns, and who has left counts no more."""
+"""MAPPO: actors get their own observations, the critic gets the state, and agents may leave early."""
 
 import gymnasium
 import numpy as np
@@ -10,6 +10,7 @@ from lightning_rl import MAPPO, PPO
 from lightning_rl.environments.pettingzoo import ParallelEnvVector
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import without
+from lightning_rl.policies.actor_critic import PolicyConfig
 from lightning_rl.spaces import sampled_observations
 from lightning_rl.tools.export import export_program
 from lightning_rl.validation import ConfigurationError
@@ -138,10 +139,8 @@ def test_agents_that_differ_and_leave_early_are_trained_on_their_own_steps(share
     assert {name for name, x in model.named_parameters() if x.requires_grad} <= changed
     batch = model.estimator.batch(rollouts[2])
     agent, state, actions = batch.observations["agent"], batch.observations["state"], batch.actions
-    assert [int((agent == i).sum()) for i in (0, 1)] == [
-        8,
-        12,
-    ]  # steps 0, 1 and 0 to 3 of an episode, 0 and 1 of the next
+    # Steps 0 and 1, or 0 to 3, of an episode, and steps 0 and 1 of the next one.
+    assert [int((agent == i).sum()) for i in (0, 1)] == [8, 12]
     assert actions[agent == 0].max() < 2 <= actions[agent == 1].max()
     has_left = state[:, 4] > 2
     assert (agent[has_left] == 1).all() and (state[has_left, 0] == 0).all() and (state[~has_left, 0] > 0).all()
@@ -176,6 +175,12 @@ def test_exported_actor_needs_no_state():
         ),
         (SPACE, {"share_policy": False, "policy": {"memory": "gru"}}, r"policy.memory='gru' .* None with share_policy"),
         (SPACE, {"share_policy": 1}, r"share_policy=1 is not valid"),
+        (SPACE, {"policy": PolicyConfig(hidden_sizes=(8,))}, r"policy.critic_only=None .* must not get the state"),
+        (
+            SPACE,
+            {"share_policy": False, "policy": {"critic_only": ["state", "agent"]}},
+            r"policy.critic_only=\['state', 'agent'\] .* needs the part agent",
+        ),
     ],
 )
 def test_invalid_options_are_errors(space, options, message):

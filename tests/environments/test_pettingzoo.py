@@ -219,8 +219,12 @@ def test_id_names_the_module_of_a_parallel_environment():
         env={"kwargs": {"sizes": (2, 4), "state": "joint"}, "max_episode_steps": 1},
     )
     assert data.observation_space["observation"].shape == (4,)
-    with pytest.raises(ConfigurationError, match=r"mpe2.none' needs .* is not installed .* 'lightning-rl\[mpe\]'"):
+    with pytest.raises(ConfigurationError, match=r"mpe2.none' cannot be imported .* expected a module"):
         _ = make_data("PettingZoo/mpe2.none", backend="native").observation_space
+    with pytest.raises(ConfigurationError, match=r"env_id='PettingZoo/math' .* expected a module with parallel_env"):
+        _ = make_data("PettingZoo/math", backend="native").observation_space
+    with pytest.raises(ConfigurationError, match=r"missing.env' needs a package that is not installed"):
+        _ = make_data("PettingZoo/missing.env", backend="native").observation_space
     with pytest.raises(ConfigurationError, match=r"backend='sync' is not valid: expected native"):
         _ = make_data("PettingZoo/tests.environments.test_pettingzoo").observation_space
 
