@@ -232,7 +232,7 @@ def make_parallel_env(
 ) -> ParallelEnvVector:
     """Make the environments of the id `PettingZoo/<module>`, with `parallel_env` of this module."""
     limit = {} if max_episode_steps is None else {"max_cycles": max_episode_steps}
-    parallel_env = getattr(importlib.import_module(module), "parallel_env", None)
+    parallel_env: Any = getattr(importlib.import_module(module), "parallel_env", None)
     check(parallel_env is not None, "env_id", f"PettingZoo/{module}", "a module with parallel_env")
     make = functools.partial(parallel_env, **limit, **options)
     return ParallelEnvVector(make, num_envs, state=state, team_reward=team_reward)
