@@ -248,6 +248,27 @@ def random_case(made: type[Any], generator: random.Random) -> Case:
     return Case(made, options, generator.choice(ENVIRONMENTS))
 
 
+class _AsAgent(gymnasium.ObservationWrapper):
+    """An environment as one of two agents, with `agent` and `state` in its observations, as `MAPPO` needs them."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        seen = env.observation_space
+        parts = {"observation": seen, "agent": gymnasium.spaces.Discrete(2), "state": seen}
+        self.observation_space = gymnasium.spaces.Dict(parts)
+
+    def observation(self, observation: Any) -> Any:
+        return {"observation": observation, "agent": np.int64(1), "state": observation}
+
+
+for _env_id in ENVIRONMENTS:
+    gymnasium.register(f"Agent/{_env_id}", lambda env_id=_env_id, **kwargs: _AsAgent(gymnasium.make(env_id, **kwargs)))
+
+
+def _env_id_of(case: "Case") -> str:
+    return f"Agent/{case.env_id}" if case.made is lightning_rl.MAPPO else case.env_id
+
+
 @cache
 def _spaces(env_id: str) -> dict[str, Any]:
     env = gymnasium.make(env_id)
@@ -283,7 +304,7 @@ def make(case: Case) -> Any:
     known = options_of(case.made)
     if issubclass(case.made, OnPolicyAlgorithm):
         small: dict[str, Any] = {"policy.hidden_sizes": (4,), "num_minibatches": 2, "num_epochs": 1}
-        small |= _spaces(case.env_id)
+        small |= _spaces(_env_id_of(case))
         if "teacher" in known:
             small["teacher"] = _teacher(case.env_id)
         small |= {"num_policy_iterations": 2, "num_aux_epochs": 1, "num_aux_minibatches": 2}
@@ -312,7 +333,7 @@ def train(case: Case, made: Any) -> None:
     """
     torch.manual_seed(0)
     if isinstance(made, OnPolicyAlgorithm):
-        model, data = made, make(Case(RecordedEpisodes if _clones(made) else RolloutDataModule, {}, case.env_id))
+        model, data = made, make(Case(RecordedEpisodes if _clones(made) else RolloutDataModule, {}, _env_id_of(case)))
     else:
         learner = BehaviourCloning if isinstance(made, RecordedEpisodes) else lightning_rl.PPO
         if made.num_actors:

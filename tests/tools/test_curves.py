@@ -131,7 +131,7 @@ def test_non_finite_values_are_skipped(tmp_path):
 def test_csv_without_step_column_is_rejected(tmp_path):
     (tmp_path / "metrics.csv").write_text("name,value\na,1\n")
     with pytest.raises(
-        ConfigurationError, match=r"metrics\.csv' line 2: expected the rows of CSVLogger: KeyError: 'step'"
+        ConfigurationError, match=r"metrics\.csv', line 2: expected the rows of CSVLogger: KeyError: 'step'"
     ):
         find_logs(tmp_path)
 
