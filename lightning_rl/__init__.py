@@ -133,10 +133,8 @@ _HOMES = (
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - classes, functions and modules
-    """Import public names on first use, so that the command line answers typos without PyTorch and Lightning.
-
-    The first name imports all classes, so that `LightningCLI` knows their short names.
-    """
+    """Import public names on first use, so that the command line answers typos without PyTorch and Lightning."""
+    # The first name imports all classes, so that `LightningCLI` knows their short names.
     if name in __all__ and name != "functional":
         for home in _HOMES:
             found = vars(_imported(home))

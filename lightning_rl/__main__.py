@@ -50,10 +50,8 @@ def _answer_at_once(arguments: list[str]) -> None:
 
 @contextlib.contextmanager
 def _quiet_interrupt() -> Iterator[None]:
-    """End the process without a traceback if Ctrl-C is pressed while packages are imported.
-
-    The handler raises nothing, because some packages turn a KeyboardInterrupt in their imports into other errors.
-    """
+    """End the process without a traceback if Ctrl-C is pressed while packages are imported."""
+    # The handler raises nothing, because some packages turn a KeyboardInterrupt in their imports into other errors.
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return

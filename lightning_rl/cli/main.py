@@ -104,10 +104,8 @@ class OnPolicyCLI(LightningCLI):
         link_spaces(parser)
 
     def _parse_ckpt_path(self) -> None:
-        """Resolve `last` and `best`, and choose the folder of the run.
-
-        Unlike in Lightning, hyper-parameters of the checkpoint do not replace options of the command line.
-        """
+        """Resolve `last` and `best`, and choose the folder of the run."""
+        # Unlike in Lightning, hyper-parameters of the checkpoint do not replace options of the command line.
         config = self.config[self.config.subcommand]
         self._fits = self.config.subcommand == "fit"
         data, algorithm = config.data, config.model.class_path.rpartition(".")[2]
@@ -256,10 +254,8 @@ class OnPolicyCLI(LightningCLI):
         say("\n".join(lines))
 
     def _options_of(self, saver: ModelCheckpoint) -> str:
-        """Return the options that name the configuration of the run and the checkpoint of a callback.
-
-        A given configuration comes first if a module beside it was imported: only then this module is found again.
-        """
+        """Return the options that name the configuration of the run and the checkpoint of a callback."""
+        # A given configuration comes first if a module beside it was imported: only then this module is found again.
         folder = Path(self.trainer.default_root_dir)
         config = [folder / run_folders.CONFIG, *run_folders.configurations(folder)][-1]
         given = [Path(str(path)).absolute() for path in self._option("config") or ()]

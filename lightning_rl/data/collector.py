@@ -316,10 +316,8 @@ class Collector:
             self.observations[t] = observations
 
     def _store(self, name: str, t: int, x: Nested) -> None:
-        """Copy a policy output `[B, ...]` of step `t`; the first step allocates the memory.
-
-        (Many small tensors would fragment the heap between the large tensors that a network allocates.)
-        """
+        """Copy a policy output `[B, ...]` of step `t`; the first step allocates the memory."""
+        # Many small tensors would fragment the heap between the large tensors that a network allocates.
         if name not in self._acted:
             with torch.inference_mode(False):  # the rollout outlives the mode
                 self._acted[name] = map_leaves(lambda leaf: leaf.new_empty(self.length, *leaf.shape), x)

@@ -258,10 +258,8 @@ class CompiledLosses:
 
     @contextmanager
     def _tensors_as_scheduled_options(self) -> Iterator[None]:
-        """Replace scheduled options by scalar tensors, so that they are not constants of the graph.
-
-        Zero and infinity stay numbers, because losses skip terms with such coefficients.
-        """
+        """Replace scheduled options by scalar tensors, so that they are not constants of the graph."""
+        # Zero and infinity stay numbers, because losses skip terms with such coefficients.
         options = list(self._model.schedules.attributes(self._model))
         found = [(owner, name, getattr(owner, name)) for owner, name in options]
         for owner, name, value in found:

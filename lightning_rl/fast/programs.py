@@ -127,10 +127,9 @@ class Graph:
 
 
 class QuickTanh(torch.autograd.Function):
-    """The hyperbolic tangent in float32, with one exponential and an absolute error of at most 1e-7.
+    """The hyperbolic tangent in float32, with one exponential and an absolute error of at most 1e-7."""
 
-    The compiled function takes a quarter of the time of a compiled `torch.tanh`.
-    """
+    # The compiled function takes a quarter of the time of a compiled `torch.tanh`.
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:

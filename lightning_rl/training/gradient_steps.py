@@ -316,10 +316,8 @@ class GradientSteps:
             self.record.add_together(names, torch.stack([total_norm([x]) for x in given.values()]), names)
 
     def _without_overflow(self, norms: dict[str, Tensor], total: Tensor) -> dict[str, Tensor]:
-        """Skip the step if the scaled gradient of a finite loss overflowed float16; return norms of 0 then.
-
-        A scale of at most 1 causes no overflow: a non-finite gradient is an error then, as in other precisions.
-        """
+        """Skip the step if the scaled gradient of a finite loss overflowed float16; return norms of 0 then."""
+        # A scale of at most 1 causes no overflow: a non-finite gradient is an error then, as in other precisions.
         finite = functools.reduce(operator.and_, (norm.isfinite() for norm in norms.values()))
         overflow = total.isfinite() & ~finite & self._scales_up
         self.record.observe(skipped_steps=overflow.float())
@@ -355,10 +353,8 @@ class GradientSteps:
             scale_to_norm(gradients, self.max_grad_norm, grad_norm)
 
     def _step(self, optimizer: LightningOptimizer, counts: bool) -> None:
-        """Step if the record allows it. Fused and capturable optimizers decide on the device, others on the host.
-
-        Only the first optimizer of an update `counts`: an update is one global step of Lightning.
-        """
+        """Step if the record allows it. Fused and capturable optimizers decide on the device, others on the host."""
+        # Only the first optimizer of an update `counts`: an update is one global step of Lightning.
         takes_step, raw = self.record.takes_step, optimizer.optimizer
         step: Callable[[], Any] = functools.partial(self.engine.step, self.model, optimizer, counts)
         if not takes_step.is_cpu and raw.defaults.get("fused"):
@@ -589,10 +585,8 @@ def _is_known_finite(x: Tensor) -> bool:
 
 
 def not_finite_throughout(loss: Tensor) -> Tensor:
-    """Return `loss` with a NaN gradient if the loss is not finite, so that all ranks notice.
-
-    With `detect_anomaly` the loss is unchanged, or this function would be reported as the origin of the NaN.
-    """
+    """Return `loss` with a NaN gradient if the loss is not finite, so that all ranks notice."""
+    # With `detect_anomaly` the loss is unchanged, or this function would be reported as the origin of the NaN.
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         return loss
     return loss * (1 + 0 * loss.detach())
