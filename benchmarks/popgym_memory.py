@@ -1,8 +1,8 @@
 """Kinds of memory on a POPGym task of medium difficulty: `python benchmarks/popgym_memory.py [--seeds 5]`.
 
-All kinds train with `configs/ppo/popgym_repeat_previous_medium.yaml`, whose own results are those of `gtrxl`. The
-results of the other kinds go to `benchmarks/results/popgym_memory/<kind>/`; existing results are kept. Needs the extra
-`popgym`.
+All kinds train with `configs/ppo/popgym_repeat_previous_medium.yaml`; the results of this configuration are the
+results of `gtrxl`. The results of the other kinds go to `benchmarks/results/popgym_memory/<kind>/`; existing results
+are kept. Needs the extra `popgym`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from lightning_rl.callbacks.video import data_of
 from lightning_rl.distributed import gather_ranks
 from lightning_rl.options import changed
 from lightning_rl.rollouts.rollout import Rollout
+from lightning_rl.training.clock import env_steps_of
 from lightning_rl.validation import check, check_keywords, check_number, check_positive_int
 
 
@@ -111,7 +112,7 @@ class Curriculum(Callback):
         for returns in gather_ranks(batch.episodes.returns):
             self._returns.extend(returns)
         before = self.stage
-        while self._is_over(int(pl_module.env_steps)):  # type: ignore[arg-type]
+        while self._is_over(env_steps_of(pl_module)):
             self.stage += 1
             self._returns.clear()
         if self.stage > before:

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 
-from lightning_rl.training.clock import ends_epoch, validates_now
+from lightning_rl.training.clock import ends_epoch, env_steps_of, validates_now
 from lightning_rl.validation import check, check_positive_int, is_int, make_folder
 
 
@@ -39,7 +39,7 @@ class EnvStepInterval(Callback):
 
     def fire(self, trainer: Trainer, pl_module: LightningModule, force: bool = False) -> bool:
         """Act if the interval is over, or once at any step with `force`; return whether it was over."""
-        now, last = int(pl_module.env_steps), self._last or 0  # type: ignore[arg-type]
+        now, last = env_steps_of(pl_module), self._last or 0
         due = now >= last + self.every_n_env_steps or (force and now != last)
         if self.every_n_env_steps <= 0 or not due:
             return False
@@ -58,7 +58,7 @@ class EnvStepInterval(Callback):
         self._last = state_dict["last"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        now = int(pl_module.env_steps)  # type: ignore[arg-type]
+        now = env_steps_of(pl_module)
         if self._last is None or self._last > now:
             self._last = now
 
@@ -94,10 +94,6 @@ class EnvStepWriter(EnvStepInterval):
         self.fire(trainer, pl_module, force=True)
 
 
-def _env_steps(module: LightningModule) -> int:
-    return int(module.env_steps)  # type: ignore[arg-type]
-
-
 class EnvStepLimit(Callback):
     """Stop training with the first rollout that reaches a number of environment steps.
 
@@ -115,15 +111,15 @@ class EnvStepLimit(Callback):
         """Stop a resumed run that has reached the limit already."""
         if self._stop_if_reached(trainer, pl_module):
             rank_zero_warn(
-                f"max_env_steps={self.max_env_steps} was reached before: the checkpoint is at {_env_steps(pl_module)} "
-                "environment steps, and nothing is trained. Raise the limit to continue."
+                f"max_env_steps={self.max_env_steps} was reached before: the checkpoint is at "
+                f"{env_steps_of(pl_module)} environment steps, and nothing is trained. Raise the limit to continue."
             )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
         self._stop_if_reached(trainer, pl_module)
 
     def _stop_if_reached(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        reached = _env_steps(pl_module) >= self.max_env_steps
+        reached = env_steps_of(pl_module) >= self.max_env_steps
         trainer.should_stop = trainer.should_stop or reached
         return reached
 
@@ -156,7 +152,7 @@ class EnvStepValidation(Callback):
             trainer.val_check_interval = self._replaced
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last = _env_steps(pl_module) // self.every_n_env_steps
+        self._last = env_steps_of(pl_module) // self.every_n_env_steps
         for callback in trainer.early_stopping_callbacks:
             # Private to Lightning 2.6; its `setup`, which sets it, may come before the `setup` of this callback.
             if isinstance(callback, EarlyStopping) and callback.monitor.startswith("val/"):
@@ -171,7 +167,7 @@ class EnvStepValidation(Callback):
         batch_idx: int,
     ) -> None:
         """Make the Trainer validate after this batch, or not before the next one."""
-        now = _env_steps(pl_module) // self.every_n_env_steps
+        now = env_steps_of(pl_module) // self.every_n_env_steps
         # The Trainer validates if val_check_batch divides the number of batches done in this epoch.
         done = trainer.fit_loop.total_batch_idx if trainer.check_val_every_n_epoch is None else batch_idx
         trainer.val_check_batch = done + 1 if now > self._last else done + 2
@@ -229,10 +225,10 @@ class EnvStepCheckpoint(ModelCheckpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._last = _env_steps(pl_module) // self.every_n_env_steps
+        self._last = env_steps_of(pl_module) // self.every_n_env_steps
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
-        now = _env_steps(pl_module) // self.every_n_env_steps
+        now = env_steps_of(pl_module) // self.every_n_env_steps
         self._due, self._last = self._due or now > self._last, now
         if not (validates_now(trainer) or ends_epoch(trainer)):
             self._save_if_due(trainer)
@@ -252,5 +248,5 @@ class EnvStepCheckpoint(ModelCheckpoint):
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
         # Overrides a private method of Lightning 2.6, which casts "step" to 32 bits.
-        clock = {"epoch": trainer.current_epoch, "step": _env_steps(trainer.lightning_module)}
+        clock = {"epoch": trainer.current_epoch, "step": env_steps_of(trainer.lightning_module)}
         return copy.deepcopy(trainer.callback_metrics) | {name: torch.tensor(count) for name, count in clock.items()}

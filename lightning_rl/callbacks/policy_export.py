@@ -22,6 +22,7 @@ from lightning_rl.tools.export import (
     export_policy,
     first_steps,
 )
+from lightning_rl.training.clock import env_steps_of
 from lightning_rl.validation import check, is_int
 
 
@@ -98,5 +99,5 @@ class PolicyExport(EnvStepWriter):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (found := trainer.callback_metrics.get("val/episode_return")) is not None and not trainer.sanity_checking:
-            steps = int(pl_module.env_steps)  # type: ignore[arg-type]
+            steps = env_steps_of(pl_module)
             self._score = {"metric": "val/episode_return", "mean": float(found), "env_steps": steps}

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from torch import nn
 
 from lightning_rl.data.datamodule import RolloutDataModule
-from lightning_rl.training.clock import planned_env_steps
+from lightning_rl.training.clock import env_steps_of, planned_env_steps
 from lightning_rl.training.metrics import log_is_due
 
 DRAW_SECONDS = 0.5  # between updates in a terminal
@@ -101,7 +101,7 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
         return Tqdm(
             desc="Training",
             total=total,
-            initial=min(_env_steps(self.trainer), total or math.inf),
+            initial=min(env_steps_of(self.trainer.lightning_module), total or math.inf),
             unit=" env steps",
             unit_scale=True,
             file=self._file,
@@ -136,7 +136,7 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
         # Lightning drops metrics at the end of an epoch, so read them when they are logged.
         if not bar.disable and log_is_due(trainer):
             bar.set_postfix(self.get_metrics(trainer, pl_module), refresh=False)
-        bar.update(min(_env_steps(trainer), bar.total or math.inf) - bar.n)
+        bar.update(min(env_steps_of(trainer.lightning_module), bar.total or math.inf) - bar.n)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_start(trainer, pl_module)
@@ -174,7 +174,7 @@ class EnvStepRichProgressBar(_EnvStepBar, RichProgressBar):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.progress is not None and self.train_progress_bar_id is None:
-            total, done = planned_env_steps(trainer) or math.inf, _env_steps(trainer)
+            total, done = planned_env_steps(trainer) or math.inf, env_steps_of(pl_module)
             self.train_progress_bar_id = self.progress.add_task("Env steps", total=total, completed=done)
 
     def on_train_batch_end(
@@ -186,11 +186,7 @@ class EnvStepRichProgressBar(_EnvStepBar, RichProgressBar):
         batch_idx: int,
     ) -> None:
         """Draw environment steps in place of the batches of the epoch."""
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, _env_steps(trainer) - 1)
-
-
-def _env_steps(trainer: Trainer) -> int:
-    return int(trainer.lightning_module.env_steps)  # type: ignore[arg-type]
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, env_steps_of(pl_module) - 1)
 
 
 class PolicySummary(ModelSummary):

@@ -19,6 +19,7 @@ from lightning_rl.callbacks.env_steps import EnvStepWriter
 from lightning_rl.checkpointing.atomic import event_files
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.training.clock import env_steps_of
 from lightning_rl.validation import ConfigurationError, check, check_positive_int, how_to_install
 
 Frame = np.ndarray[Any, Any]
@@ -63,7 +64,7 @@ class VideoRecorder(EnvStepWriter):
             self.check_folder()
 
     def write(self, folder: Path, trainer: Trainer, pl_module: LightningModule) -> None:
-        step, data = int(pl_module.env_steps), data_of(trainer)  # type: ignore[arg-type]
+        step, data = env_steps_of(pl_module), data_of(trainer)
 
         def show(number: int, video: VideoFile) -> None:
             for logger in trainer.loggers:

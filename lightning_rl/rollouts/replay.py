@@ -259,7 +259,7 @@ class RolloutMemory(Replay):
     ) -> None:
         """Copy fields `[T, B, ...]` of one rollout into the memory; the other arguments are attributes of `Rollout`.
 
-        A full memory, or another layout than that of earlier rollouts, raises a `ValueError`.
+        A full memory, or a layout that differs from earlier rollouts, raises a `ValueError`.
         """
         if self.is_full:
             raise ValueError(f"the memory holds {len(self)} rollouts already, expected fewer than {self.capacity}")
@@ -395,7 +395,7 @@ class UnrollMemory(Replay):
     def append(self, rollout: Rollout, generator: torch.Generator | None = None, **per_step: Nested) -> None:
         """Copy the unroll of each environment, with further tensors `[T, B, ...]`, and drop unrolls that do not fit.
 
-        Another layout than that of earlier unrolls raises a `ValueError`.
+        A layout that differs from earlier unrolls raises a `ValueError`.
         """
         if self.layout not in (None, layout := layout_of_unrolls(rollout)):
             raise ValueError(f"the unrolls have {layout}, expected {self.layout} like those before them")

@@ -18,6 +18,11 @@ from lightning_rl.training.schedules import Ramp, Schedule, Scheduled, parse_sch
 from lightning_rl.validation import check
 
 
+def env_steps_of(module: LightningModule) -> int:
+    """Return the number of environment steps of all ranks that an algorithm has learned from."""
+    return int(module.env_steps)  # type: ignore[arg-type]
+
+
 def planned_env_steps(trainer: Trainer) -> int | None:
     """Return the number of environment steps at which `trainer` will stop, or None without a limit.
 
