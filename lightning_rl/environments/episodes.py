@@ -7,8 +7,7 @@ import copy
 import reprlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import gymnasium
 import numpy as np
@@ -252,12 +251,8 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._reset_env(self.first_options)
             own.load_state_dict(record[OWN_STATE])
             for limit in _wrappers(self.env):
-                if isinstance(limit, TimeLimit):  # it can only count the steps of its environment
-                    inner: Any = limit.env
-                    limit.env = cast(Any, SimpleNamespace(step=lambda _: (None, 0.0, False, False, {})))
-                    for _ in range(record["step_count"]):
-                        limit.step(None)
-                    limit.env = inner
+                if isinstance(limit, TimeLimit):
+                    limit._elapsed_steps = record["step_count"]  # private; Gymnasium 1.4 can only set it to 0
             self._begin_log()
             self._observation, self.step_count = record["observation"], record["step_count"]
             return True
