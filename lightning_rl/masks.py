@@ -41,7 +41,7 @@ class ActionMask(spaces.MultiBinary):
 
 
 def num_choices(space: spaces.Space[Any]) -> list[int]:
-    """Return the number of choices of every component of a leaf with choices (see `has_choices`)."""
+    """Return the number of choices of every component of a leaf; a floating-point `Box` counts as one component."""
     if isinstance(space, spaces.Discrete):
         return [int(space.n)]
     if isinstance(space, spaces.MultiBinary):
@@ -49,6 +49,8 @@ def num_choices(space: spaces.Space[Any]) -> list[int]:
     if isinstance(space, spaces.MultiDiscrete):
         return [int(n) for n in space.nvec.ravel()]
     assert isinstance(space, spaces.Box)
+    if np.issubdtype(space.dtype, np.floating):
+        return [int(np.prod(space.shape))]
     # Python's integers, since the difference of two bounds may overflow 64 bits.
     return [int(high) - int(low) + 1 for low, high in zip(space.low.ravel(), space.high.ravel(), strict=True)]
 
@@ -62,7 +64,8 @@ def mask_shape(space: spaces.Space[Any]) -> tuple[int, ...]:
     """Return the shape of the mask of a leaf.
 
     `[n]` for `Discrete`; the choices of all components, concatenated, for `MultiDiscrete` and integer `Box`;
-    `[*shape, 2]` for `MultiBinary`: whether each switch may be 0, and whether it may be 1.
+    `[*shape, 2]` for `MultiBinary`: whether each switch may be 0, and whether it may be 1. `[a]` for a floating-point
+    `Box`: whether the action has the component.
     """
     if isinstance(space, spaces.MultiBinary):
         return (*space.shape, 2)
@@ -71,7 +74,7 @@ def mask_shape(space: spaces.Space[Any]) -> tuple[int, ...]:
 
 def component_names(space: spaces.Space[Any], path: str = "") -> list[str]:
     """Return the names of the components of the leaf at `path`: `arm.0`, `arm.1`; `path` itself for `Discrete`."""
-    if isinstance(space, spaces.Discrete):
+    if not has_choices(space) or isinstance(space, spaces.Discrete):
         return [path]
     return [join(path, place) for place in range(len(num_choices(space)))]
 
@@ -122,12 +125,12 @@ class MaskLayout:
         given: For components with a conditional mask, the component that it depends on.
 
     Raises:
-        ConfigurationError: A mask has a wrong shape, belongs to no part with choices, or depends on no component.
+        ConfigurationError: A mask has a wrong shape, belongs to no part, or depends on no component.
     """
 
     def __init__(self, action_space: spaces.Space[Any], mask_space: spaces.Space[Any]) -> None:
         self.masks: dict[str, ActionMask] = space_leaves(mask_space)  # type: ignore[assignment]
-        parts = {path: leaf for path, leaf in space_leaves(action_space).items() if has_choices(leaf)}
+        parts = space_leaves(action_space)
         pairs = {
             path: list(zip(component_names(leaf, path), num_choices(leaf), strict=True)) for path, leaf in parts.items()
         }

@@ -76,9 +76,9 @@ class HeadPerAgent(nn.Module):
 
         return found[0].with_parameters(map_stacked(select, [x.parameters() for x in found]))  # type: ignore[no-any-return]
 
-    def clipped(self, actions: Nested) -> Tensor | None:
+    def clipped(self, actions: Nested, *mask: Tensor) -> Tensor | None:
         head: Any = self.heads[0]
-        return head.clipped(actions) if hasattr(head, "clipped") else None
+        return head.clipped(actions, *mask) if hasattr(head, "clipped") else None
 
 
 class SeparateActorCritics(ActorCritic):

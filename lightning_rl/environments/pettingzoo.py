@@ -28,9 +28,9 @@ class ParallelEnvVector(VectorEnv):
     The episode of a row ends when its agent terminates or is truncated. The row is then idle (`valid` is False) until
     all agents of the copy have ended; the step that ends the last of them also resets the copy.
 
-    If the spaces of the agents differ, vectors are padded with zeros, and an action mask excludes the `Discrete`
-    actions that an agent does not have. With `state`, observations are a `Dict` of `observation`, the index of the
-    `agent`, and `state`, which `policy.critic_only` can hide from the actor.
+    If the spaces of the agents differ, vectors are padded with zeros, and an action mask excludes the choices or
+    components of an action that an agent does not have. With `state`, observations are a `Dict` of `observation`, the
+    index of the `agent`, and `state`, which `policy.critic_only` can hide from the actor.
 
     Args:
         make: Makes one copy. Spaces that differ and cannot be padded raise a `ConfigurationError`.
@@ -66,11 +66,11 @@ class ParallelEnvVector(VectorEnv):
             joint = spaces.Box(-np.inf, np.inf, (sum(sizes.values()),), np.float32)
             parts |= {"agent": spaces.Discrete(num_agents), "state": joint if state == "joint" else first.state_space}
             self._constants = {agent: {"agent": index} for index, agent in enumerate(self.agents)}
-        most = self.single_action_space
-        if isinstance(most, spaces.Discrete) and any(space != most for space in self._taken.values()):
-            parts["action_mask"] = ActionMask(int(most.n))
-            for agent, space in self._taken.items():
-                self._constants[agent]["action_mask"] = np.arange(most.n) < space.n
+        widths = [spaces.flatdim(space) for space in self._taken.values()]
+        if min(widths) < max(widths):
+            parts["action_mask"] = ActionMask(max(widths))
+            for agent, width in zip(self.agents, widths, strict=True):
+                self._constants[agent]["action_mask"] = np.arange(max(widths)) < width
         self.single_observation_space = parts["observation"] if len(parts) == 1 else spaces.Dict(parts)
         self.num_envs = num_envs
         self.observation_space = batch_space(self.single_observation_space, num_envs)
@@ -216,10 +216,17 @@ def _common(what: str, by_agent: Mapping[Any, spaces.Space[Any]]) -> Any:  # noq
     if what == "action" and all(isinstance(space, spaces.Discrete) and space.start == 0 for space in all_spaces):
         return max(all_spaces, key=lambda space: space.n)
     vectors = all(isinstance(space, spaces.Box) and len(space.shape) == 1 for space in all_spaces)
-    expected = "equal spaces of all agents, vectors of one dtype, or Discrete actions; see PettingZoo's supersuit"
-    check(vectors and all(space.dtype == first.dtype for space in all_spaces), f"{what}_space", by_agent, expected)
-    low, high = min(0, *(x.low.min() for x in all_spaces)), max(0, *(x.high.max() for x in all_spaces))
-    return spaces.Box(low, high, max(space.shape for space in all_spaces), first.dtype.type)
+    one_dtype = vectors and {space.dtype for space in all_spaces} == {first.dtype}
+    suitable = one_dtype and (what == "observation" or np.issubdtype(first.dtype, np.floating))
+    expected = (
+        "equal spaces of all agents, vectors of one dtype (actions: floating-point), or Discrete actions; see "
+        "PettingZoo's supersuit"
+    )
+    check(suitable, f"{what}_space", by_agent, expected)
+    most = max(len(space.low) for space in all_spaces)
+    low = np.min([np.pad(space.low, (0, most - len(space.low))) for space in all_spaces], 0)
+    high = np.max([np.pad(space.high, (0, most - len(space.high))) for space in all_spaces], 0)
+    return spaces.Box(low, high, dtype=first.dtype.type)
 
 
 def make_parallel_env(

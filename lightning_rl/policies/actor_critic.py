@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from gymnasium import spaces
@@ -225,10 +225,15 @@ class ActorCritic(nn.Module):
         """Return the value, in units of return, for features of the critic. A subclass may change the features."""
         return self._from_head(self.value_head, features)
 
-    def saturation(self, actions: Nested) -> Tensor | None:
-        """Return the share of action components that the environment clips to the bounds; None without bounds."""
-        head: Any = self.action_head
-        clipped: Tensor | None = head.clipped(actions) if hasattr(head, "clipped") else None
+    def saturation(self, observations: Nested, actions: Nested, valid: Tensor | None = None) -> Tensor | None:
+        """Return the share of action components that the environment clips to the bounds; None without bounds.
+
+        Only steps in the mask `valid` `[T, B]` count, and components that the action has.
+        """
+        head, parts = cast(Any, self.action_head), (actions, *self._mask_of(observations))
+        if valid is not None:
+            parts = map_leaves(lambda x: x[valid], parts)
+        clipped: Tensor | None = head.clipped(*parts) if hasattr(head, "clipped") else None
         return None if clipped is None else clipped.sum() / max(clipped.numel(), 1)
 
     def prepare_observations(self, observations: Nested) -> Nested:
@@ -305,9 +310,11 @@ class ActorCritic(nn.Module):
         return features.reshape(*leading, features.shape[-1])
 
     def _distribution(self, features: Tensor, observations: Nested) -> Distribution:
-        if self._mask_path is None:
-            return self.action_head(features)  # type: ignore[no-any-return]
-        return self.action_head(features, part_at(observations, self._mask_path))  # type: ignore[no-any-return]
+        return self.action_head(features, *self._mask_of(observations))  # type: ignore[no-any-return]
+
+    def _mask_of(self, observations: Nested) -> tuple[Nested, ...]:
+        """Return the masks of observations; nothing if they have none."""
+        return () if self._mask_path is None else (part_at(observations, self._mask_path),)
 
     def _from_head(self, head: nn.Module, features: Tensor) -> Tensor:
         values: Tensor = head(features).squeeze(-1)

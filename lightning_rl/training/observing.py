@@ -35,10 +35,8 @@ class SaturationCheck(Callback):
         """Record the share; it is logged as `train/action_saturation` with the update."""
         if not hasattr(pl_module.policy, "saturation") or not isinstance(batch, Rollout):
             return
-        valid, actions = batch.valid, batch.actions
-        share: Tensor | None = pl_module.policy.saturation(
-            actions if valid is None else map_leaves(lambda x: x[valid], actions)
-        )
+        observations = map_leaves(lambda x: x[:-1], batch.observations)
+        share: Tensor | None = pl_module.policy.saturation(observations, batch.actions, batch.valid)
         if share is not None:
             pl_module.steps.note(action_saturation=share)
 

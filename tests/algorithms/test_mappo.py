@@ -15,7 +15,7 @@ from lightning_rl.spaces import sampled_observations
 from lightning_rl.tools.export import export_program
 from lightning_rl.validation import ConfigurationError
 from tests.environments.test_pettingzoo import BOX, RELAY
-from tests.helpers import make_data, make_trainer, merged, parameters_of
+from tests.helpers import Recorder, make_data, make_trainer, merged, parameters_of
 
 SPACE = spaces.Dict(
     {
@@ -144,6 +144,46 @@ def test_agents_that_differ_and_leave_early_are_trained_on_their_own_steps(share
     assert actions[agent == 0].max() < 2 <= actions[agent == 1].max()
     has_left = state[:, 4] > 2
     assert (agent[has_left] == 1).all() and (state[has_left, 0] == 0).all() and (state[~has_left, 0] > 0).all()
+
+
+@pytest.mark.parametrize("share_policy", [True, False])
+def test_components_that_an_agent_lacks_are_not_learned_from(share_policy):
+    """Loss, entropy, KL and gradients are equal to a computation agent by agent, over the agent's own components."""
+    choices = (BOX, spaces.Box(-1, 1, (1,), np.float32))
+    kwargs = {"state": "joint", "lives": (2, 4), "choices": choices}
+    data = relay(env={"kwargs": kwargs}, rollouts_per_epoch=2, evaluation={"episodes": 2, "num_envs": 2})
+    options = {"share_policy": share_policy, "entropy_coef": 0.1, "policy": {"initial_log_std": 1.0}}
+    model, recorder = make_mappo(data.observation_space, data.action_space, **options), Recorder()
+    model.on_train_batch_start = lambda rollout, _: setattr(model, "rollout", rollout)
+    make_trainer(precision="64-true", callbacks=[recorder]).fit(model, data)
+    batch = model.estimator.batch(model.rollout)
+    agent, actions = batch.observations["agent"], batch.actions
+    is_narrow = agent == 1
+    assert (actions[is_narrow, 1] == 0).all() and (actions[~is_narrow] != 0).all()
+    owned = torch.cat([actions[~is_narrow].flatten(), actions[is_narrow, 0]])
+    assert 0.1 < recorder.rows[-1]["action_saturation"] == pytest.approx((owned.abs() > 1).double().mean().item())
+
+    loss, (distribution, _) = model.loss(batch), model.policy(batch.observations)
+    advantages = model.estimator.normalized(batch)
+    old = {name: x + 0.1 for name, x in distribution.parameters().items()}
+    divergence = distribution.with_parameters(old).kl(distribution)
+    policy_loss, entropy = 0.0, 0.0
+    for rows, count in ((~is_narrow, 2), (is_narrow, 1)):
+        mean, log_std = (x[rows, :count] for x in distribution.parameters().values())
+        own = torch.distributions.Normal(mean, log_std.exp())
+        ratio = (own.log_prob(actions[rows, :count]).sum(1) - batch.log_probs[rows]).exp()
+        gains = ratio * advantages[rows], ratio.clamp(0.8, 1.2) * advantages[rows]
+        policy_loss = policy_loss - torch.minimum(*gains).sum() / len(agent)
+        entropy = entropy + own.entropy().sum() / len(agent)
+        of_old = torch.distributions.Normal(mean + 0.1, (log_std + 0.1).exp())
+        expected = torch.distributions.kl_divergence(of_old, own).sum(1)
+        torch.testing.assert_close(divergence[rows], expected)
+    torch.testing.assert_close(loss.metrics["policy_loss"], policy_loss.detach())
+    torch.testing.assert_close(loss.metrics["entropy"], entropy.detach())
+    parameters = [*model.policy.actor_encoder.parameters(), *model.policy.action_head.parameters()]
+    pairs = (torch.autograd.grad(x, parameters) for x in (sum(loss.terms[:2]), policy_loss - 0.1 * entropy))
+    for found, expected in zip(*pairs, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("share_policy", [True, False])

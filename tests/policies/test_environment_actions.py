@@ -170,10 +170,11 @@ def test_saturation_counts_gaussian_parts_of_nested_actions() -> None:
     policy = ActorCritic(spaces.Box(-1, 1, (1,)), space)
     b = torch.tensor([[[0.0, 2.0]], [[-1.5, 1.0]]])
     actions = {"a": torch.zeros(2, 1, dtype=torch.long), "b": b, "c": torch.tensor([[[-9.0]], [[3.5]]])}
-    share = policy.saturation(actions)
+    share = policy.saturation(torch.zeros(2, 1, 1), actions)
     assert share is not None
     assert share.item() == 3 / 6
-    assert ActorCritic(spaces.Box(-1, 1, (1,)), spaces.Box(-np.inf, np.inf, (1,))).saturation(b) is None
+    unbounded = ActorCritic(spaces.Box(-1, 1, (1,)), spaces.Box(-np.inf, np.inf, (1,)))
+    assert unbounded.saturation(torch.zeros(2, 1, 1), b) is None
 
 
 def test_large_saturation_warns_once_after_the_first_rollouts() -> None:

@@ -29,8 +29,6 @@ class Bounds:
     def __init__(self, space: spaces.Box) -> None:
         self.low = space.low.astype(np.float64).ravel()
         self.high = space.high.astype(np.float64).ravel()
-        with np.errstate(divide="ignore"):
-            self.log_volume = float(np.log(self.high - self.low).sum())
         self._tensors: dict[tuple[torch.device, torch.dtype], tuple[Tensor, ...]] = {}
 
     @property
@@ -40,6 +38,9 @@ class Bounds:
     def from_unit(self, x: Tensor) -> Tensor:
         _, _, center, half_width = self._on(x)
         return center + half_width * x
+
+    def log_half_width(self, x: Tensor) -> Tensor:
+        return self._on(x)[3].log()
 
     def outside(self, x: Tensor) -> Tensor:
         low, high, _, _ = self._on(x)
@@ -59,36 +60,51 @@ class Bounds:
         return self.__dict__ | {"_tensors": {}}  # a copy may be on another device
 
 
-class DiagonalGaussian(Distribution):
-    """Independent normal distributions, one per action dimension; mean `[..., a]`, `log_std` broadcastable to it."""
+def _present(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return values of components `[..., a]`, with 0 for components that the action does not have."""
+    return x if mask is None else torch.where(mask != 0, x, 0)
 
-    def __init__(self, mean: Tensor, log_std: Tensor) -> None:
+
+class DiagonalGaussian(Distribution):
+    """Independent normal distributions, one per action dimension; mean `[..., a]`, `log_std` broadcastable to it.
+
+    Where a `mask` `[..., a]` is 0, the action does not have the component: it is 0 and does not count.
+    """
+
+    def __init__(self, mean: Tensor, log_std: Tensor, mask: Tensor | None = None) -> None:
         self.mean = at_least_float32(mean)
         self.log_std = at_least_float32(log_std)
+        self.mask = mask
         self._sum_log_std: Tensor | None = None
 
     @property
     def sum_log_std(self) -> Tensor:
         """Sum of `log_std` over action dimensions, `[...]`; a scalar if all rows share it."""
         if self._sum_log_std is None:
-            self._sum_log_std = self.log_std.expand(*self.log_std.shape[:-1], self.mean.shape[-1]).sum(-1)
+            log_std = self.log_std.expand(*self.log_std.shape[:-1], self.mean.shape[-1])
+            self._sum_log_std = _present(log_std, self.mask).sum(-1)
         return self._sum_log_std
+
+    @property
+    def num_components(self) -> int | Tensor:
+        return self.mean.shape[-1] if self.mask is None else (self.mask != 0).to(self.mean.dtype).sum(-1)
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw mean + std · ε; the action is not clipped to any bounds."""
-        return self.mean + self.log_std.exp() * torch.empty_like(self.mean).normal_(generator=generator)
+        sample = self.mean + self.log_std.exp() * torch.empty_like(self.mean).normal_(generator=generator)
+        return _present(sample, self.mask)
 
     def mode(self) -> Tensor:
-        return self.mean
+        return _present(self.mean, self.mask)
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Return the log-density of `action` (shape `[..., a]`), summed over action dimensions."""
-        z = (action - self.mean) * (-self.log_std).exp()
-        return -0.5 * z.square().sum(-1) - (self.sum_log_std + 0.5 * LOG_2PI * self.mean.shape[-1])
+        z = _present((action - self.mean) * (-self.log_std).exp(), self.mask)
+        return -0.5 * z.square().sum(-1) - (self.sum_log_std + 0.5 * LOG_2PI * self.num_components)
 
     def entropy(self) -> Tensor:
         """Return Σ (log std + ½ log 2πe)."""
-        entropy = self.sum_log_std + 0.5 * (1 + LOG_2PI) * self.mean.shape[-1]
+        entropy = self.sum_log_std + 0.5 * (1 + LOG_2PI) * self.num_components
         return entropy.expand(self.mean.shape[:-1])
 
     def kl(self, other: Distribution) -> Tensor:
@@ -96,14 +112,14 @@ class DiagonalGaussian(Distribution):
         variance_ratio = (2 * (self.log_std - other.log_std)).exp()
         z = (self.mean - other.mean) * (-other.log_std).exp()
         per_dimension = 0.5 * (variance_ratio + z.square() - 1) + other.log_std - self.log_std
-        return per_dimension.sum(-1)
+        return _present(per_dimension, self.mask).sum(-1)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return `mean` and `log_std`, `[..., a]` each."""
         return {"mean": self.mean, "log_std": self.log_std.expand_as(self.mean)}
 
     def with_parameters(self, parameters: dict[str, Tensor]) -> DiagonalGaussian:
-        return DiagonalGaussian(parameters["mean"], parameters["log_std"])
+        return DiagonalGaussian(parameters["mean"], parameters["log_std"], self.mask)
 
 
 class SquashedGaussian(DiagonalGaussian):
@@ -114,14 +130,13 @@ class SquashedGaussian(DiagonalGaussian):
     `mean` `[..., a]` and `log_std` belong to u.
     """
 
-    def __init__(self, mean: Tensor, log_std: Tensor, bounds: Bounds) -> None:
-        super().__init__(mean, log_std)
+    def __init__(self, mean: Tensor, log_std: Tensor, bounds: Bounds, mask: Tensor | None = None) -> None:
+        super().__init__(mean, log_std, mask)
         self.bounds = bounds
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Return the log-density of the bounded action to which `action` (u, shape `[..., a]`) maps."""
-        log_density = super().log_prob(action)
-        return log_density - (_log_tanh_slope(action) + self._log_half_volume / action.shape[-1]).sum(-1)
+        return super().log_prob(action) - self._log_slope(_log_tanh_slope(action))
 
     def entropy(self) -> Tensor:
         """Return the entropy of u plus the mean log-slope of the map, by Gauss-Hermite quadrature.
@@ -131,18 +146,17 @@ class SquashedGaussian(DiagonalGaussian):
         """
         mean, std = self.mean.unsqueeze(-1), self.log_std.exp().unsqueeze(-1)
         nodes, weights = _quadrature(mean.device, mean.dtype)
-        slope = (_log_tanh_slope(mean + std * nodes) * weights).sum(-1)
-        return super().entropy() + slope.sum(-1) + self._log_half_volume
+        return super().entropy() + self._log_slope((_log_tanh_slope(mean + std * nodes) * weights).sum(-1))
 
     def with_parameters(self, parameters: dict[str, Tensor]) -> SquashedGaussian:
-        return SquashedGaussian(parameters["mean"], parameters["log_std"], self.bounds)
+        return SquashedGaussian(parameters["mean"], parameters["log_std"], self.bounds, self.mask)
 
     def to_space(self, action: Tensor) -> Tensor:
         return self.bounds.from_unit(action.tanh())
 
-    @property
-    def _log_half_volume(self) -> float:
-        return self.bounds.log_volume - len(self.bounds.low) * math.log(2)
+    def _log_slope(self, of_tanh: Tensor) -> Tensor:
+        """Return the logarithm of the volume's change, `[...]`, for the log-slopes of tanh, `[..., a]`."""
+        return _present(of_tanh + self.bounds.log_half_width(of_tanh), self.mask).sum(-1)
 
 
 def _log_tanh_slope(u: Tensor) -> Tensor:
@@ -162,52 +176,58 @@ class Beta(Distribution):
     """low + width · x, with independent x from beta distributions (Chou et al. 2017): actions never leave the bounds.
 
     The policy's form of an action is z = log x - log(1 - x). From z the density is exact even where x rounds to 0 or 1.
-    The concentrations at the upper bound, `alpha`, and at the lower, `beta`, are at least 1, `[..., a]`.
+    The concentrations at the upper bound, `alpha`, and at the lower, `beta`, are at least 1, `[..., a]`; for `mask` see
+    `DiagonalGaussian`.
     """
 
-    def __init__(self, alpha: Tensor, beta: Tensor, bounds: Bounds) -> None:
+    def __init__(self, alpha: Tensor, beta: Tensor, bounds: Bounds, mask: Tensor | None = None) -> None:
         self.alpha = at_least_float32(alpha)
         self.beta = at_least_float32(beta)
         self.bounds = bounds
+        self.mask = mask
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw z, the difference of the logarithms of two gamma variables."""
         with torch.no_grad():
             # `torch.distributions.Gamma` takes no generator; the private function was checked with PyTorch 2.13.
             gammas = [torch._standard_gamma(x.contiguous(), generator=generator) for x in (self.alpha, self.beta)]
-            return gammas[0].log() - gammas[1].log()
+            return _present(gammas[0].log() - gammas[1].log(), self.mask)
 
     def mode(self) -> Tensor:
         """Return the logit of (α - 1) / (α + β - 2); 0 for the uniform distribution α = β = 1."""
         tiny = torch.finfo(self.alpha.dtype).tiny
-        return (self.alpha - 1).clamp(min=tiny).log() - (self.beta - 1).clamp(min=tiny).log()
+        return _present((self.alpha - 1).clamp(min=tiny).log() - (self.beta - 1).clamp(min=tiny).log(), self.mask)
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Return the log-density of the bounded action to which `action` (z, shape `[..., a]`) maps."""
         log_x, log_rest = -softplus(-action), -softplus(action)
         per_dimension = (self.alpha - 1) * log_x + (self.beta - 1) * log_rest - _log_beta(self.alpha, self.beta)
-        return per_dimension.sum(-1) - self.bounds.log_volume
+        return _present(per_dimension - self._log_width, self.mask).sum(-1)
 
     def entropy(self) -> Tensor:
         a, b = self.alpha, self.beta
         shape = _log_beta(a, b) - (a - 1) * a.digamma() - (b - 1) * b.digamma() + (a + b - 2) * (a + b).digamma()
-        return shape.sum(-1) + self.bounds.log_volume
+        return _present(shape + self._log_width, self.mask).sum(-1)
 
     def kl(self, other: Distribution) -> Tensor:
         other = cast(Beta, other)
         a, b, c, d = self.alpha, self.beta, other.alpha, other.beta
         moments = (a - c) * a.digamma() + (b - d) * b.digamma() + (c + d - a - b) * (a + b).digamma()
-        return (_log_beta(c, d) - _log_beta(a, b) + moments).sum(-1)
+        return _present(_log_beta(c, d) - _log_beta(a, b) + moments, self.mask).sum(-1)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return both concentrations, `[..., a]` each."""
         return {"alpha": self.alpha, "beta": self.beta}
 
     def with_parameters(self, parameters: dict[str, Tensor]) -> Beta:
-        return Beta(parameters["alpha"], parameters["beta"], self.bounds)
+        return Beta(parameters["alpha"], parameters["beta"], self.bounds, self.mask)
 
     def to_space(self, action: Tensor) -> Tensor:
         return self.bounds.from_unit((action / 2).tanh())
+
+    @property
+    def _log_width(self) -> Tensor:
+        return self.bounds.log_half_width(self.alpha) + math.log(2)
 
 
 def _log_beta(a: Tensor, b: Tensor) -> Tensor:
@@ -341,22 +361,25 @@ class GaussianHead(_GaussianHead):
         check(bounded, "action_distribution.mean_transform", mean_transform, f"none, since {space} has no bounds")
         self.squashes_mean = mean_transform == "tanh"
 
-    def forward(self, features: Tensor) -> DiagonalGaussian:
+    def forward(self, features: Tensor, mask: Tensor | None = None) -> DiagonalGaussian:
         mean = self.mean(features)
         if self.squashes_mean:
             mean = self.bounds.from_unit(mean.tanh())
-        return DiagonalGaussian(mean, self._log_std(features))
+        return DiagonalGaussian(mean, self._log_std(features), mask)
 
-    def clipped(self, actions: Tensor) -> Tensor | None:
-        """Return which components of actions `[..., a]` the environment clips; None without finite bounds."""
-        return self.bounds.outside(actions) if self.bounds.any_finite else None
+    def clipped(self, actions: Tensor, mask: Tensor | None = None) -> Tensor | None:
+        """Return which components of actions `[..., a]` the environment clips, `[n]`; None without finite bounds."""
+        if not self.bounds.any_finite:
+            return None
+        outside = self.bounds.outside(actions)
+        return outside.flatten() if mask is None else outside[mask != 0]
 
 
 class SquashedGaussianHead(_GaussianHead):
     """A diagonal Gaussian squashed by tanh into a bounded `Box`; its options apply to the Gaussian before tanh."""
 
-    def forward(self, features: Tensor) -> SquashedGaussian:
-        return SquashedGaussian(self.mean(features), self._log_std(features), self.bounds)
+    def forward(self, features: Tensor, mask: Tensor | None = None) -> SquashedGaussian:
+        return SquashedGaussian(self.mean(features), self._log_std(features), self.bounds, mask)
 
 
 class BetaHead(nn.Module):
@@ -367,6 +390,6 @@ class BetaHead(nn.Module):
         self.bounds = Bounds(space)
         self.concentrations = projection(in_features, 2 * len(self.bounds.low), initialization)
 
-    def forward(self, features: Tensor) -> Beta:
+    def forward(self, features: Tensor, mask: Tensor | None = None) -> Beta:
         alpha, beta = (1 + softplus(self.concentrations(features))).chunk(2, -1)
-        return Beta(alpha, beta, self.bounds)
+        return Beta(alpha, beta, self.bounds, mask)

@@ -72,16 +72,17 @@ class JointHead(nn.Module):
 
     def forward(self, features: Tensor, mask: Nested = None) -> Joint:
         def part(place: int) -> Any:  # noqa: ANN401
-            path = self.paths[place]
-            if mask is None or path not in self.masked:
-                return self.heads[place](features)
-            return self.heads[place](features, part_at(mask, path))
+            return self.heads[place](features, *self._own(mask, self.paths[place]))
 
         return Joint(map_leaves(part, self.places), self.paths)
 
-    def clipped(self, actions: Nested) -> Tensor | None:
+    def clipped(self, actions: Nested, mask: Nested = None) -> Tensor | None:
         """Return which components of actions the environment clips, of all parts with bounds, as one vector."""
-        heads = cast(Any, self.heads)
-        parts = [head.clipped(x) for head, x in zip(heads, leaves(actions), strict=True) if hasattr(head, "clipped")]
-        flags = [part.flatten() for part in parts if part is not None]
+        each = zip(cast(Any, self.heads), leaves(actions), self.paths, strict=True)
+        parts = [head.clipped(x, *self._own(mask, path)) for head, x, path in each if hasattr(head, "clipped")]
+        flags = [part for part in parts if part is not None]
         return torch.cat(flags) if flags else None
+
+    def _own(self, mask: Nested, path: str) -> tuple[Any, ...]:
+        """Return the mask of a part; nothing if it has none."""
+        return () if mask is None or path not in self.masked else (part_at(mask, path),)

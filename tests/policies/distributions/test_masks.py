@@ -353,9 +353,18 @@ def test_custom_head_gets_the_mask():
             None,
             r"^action_mask.move has the shape \(6,\): expected \(5,\)",
         ),
-        (HYBRID, spaces.Dict({"hand": ActionMask(5)}), None, r"'hand' has no choices to mask: expected arm.1, move"),
-        (HYBRID, spaces.Dict({"arm": spaces.Dict({"0": ActionMask(2)})}), None, r"'arm.0' has no choices to mask"),
-        (spaces.Box(-1, 1, (2,)), ActionMask(2), None, r"the part '' has no choices to mask"),
+        (
+            HYBRID,
+            spaces.Dict({"hand": ActionMask(5)}),
+            None,
+            r"'hand' has no choices to mask: expected arm.0, arm.1, move",
+        ),
+        (
+            HYBRID,
+            spaces.Dict({"arm": spaces.Dict({"0": ActionMask(3)})}),
+            None,
+            r"^action_mask.arm.0 has the shape \(3,\): expected \(2,\)",
+        ),
         (PAIR, CONDITIONAL, None, r"^action_distribution='MultiCategoricalHead' .* expected autoregressive"),
         (UNITS, UNIT_MASK, None, r"^action_distribution.target='CategoricalHead' .* expected autoregressive"),
         (
@@ -398,6 +407,28 @@ def test_invalid_masks_raise(space, mask_space, choice, message):
         return
     with pytest.raises(ConfigurationError, match=message):
         make_action_head(space, 4, action_distribution=choice, mask_space=mask_space)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "squashed_gaussian", "beta"])
+def test_components_that_an_action_lacks_do_not_count(kind):
+    """A row with two of three components has the numbers of a distribution of two components."""
+    low, high = np.array([-1.0, 0.0, -2.0]), np.array([1.0, 3.0, 2.0])
+    wide, narrow = spaces.Box(low, high, dtype=np.float64), spaces.Box(low[:2], high[:2], dtype=np.float64)
+    mask, features = torch.tensor([1, 1, 0]).expand(5, 3), 3 * randn(2, 5, 6)
+    torch.manual_seed(0)
+    head = make_action_head(wide, 6, 0.3, kind, ActionMask(3)).double()
+    masked, other = (head(x, mask) for x in features)
+    small = make_action_head(narrow, 6, 0.3, kind).double()(features[0])
+    kept, other_kept = (
+        small.with_parameters(map_leaves(lambda x: x[..., :2], one.parameters())) for one in (masked, other)
+    )
+    actions = masked.sample(generator())
+    assert (actions[:, 2] == 0).all() and (actions[:, :2] != 0).all() and (masked.mode()[:, 2] == 0).all()
+    torch.testing.assert_close(masked.log_prob(actions), kept.log_prob(actions[:, :2]), **EXACT)
+    torch.testing.assert_close(masked.entropy(), kept.entropy(), **EXACT)
+    torch.testing.assert_close(masked.kl(other), kept.kl(other_kept), **EXACT)
+    everything = head(features[0], torch.ones(5, 3))
+    torch.testing.assert_close(everything.log_prob(actions), head(features[0]).log_prob(actions), **EXACT)
 
 
 def test_a_part_called_kind_is_a_part():
