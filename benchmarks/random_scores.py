@@ -15,13 +15,15 @@ import gymnasium
 import yaml
 from zoo import CONFIGS, HERE, PUBLISHED
 
+from lightning_rl.environments.registry import find_spec, import_modules
+
 PATH = HERE / "random_scores.json"
 EPISODES = 100
 
 
 def play(env_id: str, kwargs: dict[str, Any]) -> float:
     """Return the mean return of random actions."""
-    env = gymnasium.make(env_id, **kwargs)
+    env = gymnasium.make(find_spec(env_id), **kwargs)
     env.action_space.seed(0)
     returns = []
     for seed in range(EPISODES):
@@ -36,16 +38,15 @@ def play(env_id: str, kwargs: dict[str, Any]) -> float:
 
 def main() -> None:
     """Measure what is missing."""
-    import minigrid  # noqa: F401 - registers its environments
-
     found = json.loads(PATH.read_text()) if PATH.exists() else {}
     for name in json.loads(PUBLISHED.read_text())["scores"]:
         data = yaml.safe_load(Path(CONFIGS, f"{name}.yaml").read_text())["data"]
         options = data.get("init_args", data)
         # Image games are not trained to their ends here.
         if name not in found and "ALE/" not in options["env_id"] and "Starpilot" not in options["env_id"]:
-            kwargs = (options.get("env") or {}).get("kwargs") or {}
-            found[name] = round(play(options["env_id"], kwargs), 3)
+            env = options.get("env") or {}
+            import_modules(env.get("imports", ()))
+            found[name] = round(play(options["env_id"], env.get("kwargs") or {}), 3)
     PATH.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import gymnasium
@@ -75,10 +74,6 @@ def make_deep_sea(**kwargs: Any) -> gymnasium.Env:  # noqa: ANN401 - of the envi
     return mo_gymnasium.wrappers.LinearReward(mo_gymnasium.make("deep-sea-treasure-v0", **kwargs), np.array([0.5, 0.5]))
 
 
-if find_spec("minatar"):
-    from minatar.gym import register_envs
-
-    register_envs()
 gymnasium.register("adapters/Crafter-v0", entry_point=Crafter)
 gymnasium.register("adapters/Spread-v0", vector_entry_point=make_spread)
 gymnasium.register("adapters/Pursuit-v0", vector_entry_point=make_pursuit)

@@ -27,6 +27,7 @@ NAMES = [str(path.relative_to(CONFIGS)) for path in FILES]
 MODULES = {
     "ALE/": "ale_py",
     "MiniGrid": "minigrid",
+    "MinAtar": "minatar",
     "LunarLander": "Box2D",
     **dict.fromkeys(("HalfCheetah", "Hopper", "Walker2d", "Ant", "Swimmer", "Inverted", "Reacher"), "mujoco"),
     "popgym": "popgym",

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import entry_points
 from traceback import walk_tb
 
 import gymnasium
@@ -15,8 +16,14 @@ from lightning_rl.environments.contract import is_failure, summary
 from lightning_rl.validation import ConfigurationError, how_to_install
 
 # Packages that register environments when they are imported, with the extra that installs them.
-_PLUGINS = {"ale_py": "atari", "minigrid": "minigrid"}
-_EXTRA_BY_PREFIX = {"ALE/": "atari", "MiniGrid-": "minigrid", "BabyAI-": "minigrid", "PettingZoo/mpe2.": "mpe"}
+_PLUGINS = {"ale_py": "atari", "minigrid": "minigrid", "minatar": "minatar"}
+_EXTRA_BY_PREFIX = {
+    "ALE/": "atari",
+    "MiniGrid-": "minigrid",
+    "BabyAI-": "minigrid",
+    "MinAtar/": "minatar",
+    "PettingZoo/mpe2.": "mpe",
+}
 _PARALLEL = "PettingZoo/"
 _ATARI_SUFFIXES = ("NoFrameskip-v4", "NoFrameskip-v0")
 _ROBOTICS = ("gymnasium_robotics", "shimmy")
@@ -50,6 +57,9 @@ def find_spec(env_id: str) -> EnvSpec:
             _import(parallel, f"env_id={env_id!r}")
         entry_point = "lightning_rl.environments.pettingzoo:make_parallel_env"
         return EnvSpec(name, vector_entry_point=entry_point, kwargs={"module": parallel})
+    if name not in gymnasium.registry:  # Gymnasium 1.0 and newer do not call the functions that packages declare
+        for plugin in entry_points(group="gymnasium.envs", name=name.partition("/")[0]):
+            plugin.load()()
     for package in _PLUGINS:
         if name not in gymnasium.registry and importlib.util.find_spec(package):
             gymnasium.register_envs(importlib.import_module(package))

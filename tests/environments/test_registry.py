@@ -86,6 +86,19 @@ def test_minigrid_text_error_names_a_wrapper():
     assert PPO(wrapped.observation_space, wrapped.action_space).observation_space.shape == (7, 7, 3)
 
 
+def test_environments_of_a_declared_entry_point_are_registered():
+    pytest.importorskip("minatar")
+    gymnasium.registry.pop("MinAtar/Breakout-v1", None)
+    make("MinAtar/Breakout-v1")
+
+
+def test_minatar_error_names_the_extra(without, monkeypatch):
+    without("minatar")
+    monkeypatch.setattr("lightning_rl.environments.registry.entry_points", lambda **_: ())
+    with pytest.raises(ConfigurationError, match=r"^env_id='MinAtar/Breakout-v1' needs .* pip install.*\[minatar\]"):
+        make("MinAtar/Breakout-v1")
+
+
 def fail(**_):
     raise AssertionError
 
