@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 from torch import nn
 
-from lightning_rl.data.actors import ActorConfig, ActorOptions, ActorSetup, BoundedLag, ProcessActors, RayActors
+from lightning_rl.data.actors import ActorConfig, ActorOptions, Actors, ActorSetup, ProcessActors, RayActors
 from lightning_rl.data.collector import Sampler
 from lightning_rl.data.evaluation import EvaluationConfig, EvaluationOptions, Evaluator
 from lightning_rl.environments import (
@@ -143,7 +143,7 @@ class RolloutDataModule(LightningDataModule):
         self.seed = seed
         self._seed_given = seed is not None
         self._sampler = Sampler(self.spec, num_envs, rollout_length, self.info_keys)
-        self._source: BoundedLag | None = None
+        self._source: Actors | None = None
         self._evaluator = Evaluator(self.eval_spec, self.evaluation.num_envs)
         self._filming: Evaluator | None = None
         self._while_waiting: Callable[[], None] | None = None
@@ -360,7 +360,7 @@ class RolloutDataModule(LightningDataModule):
         with profiler.profile("rollout"), self.trainer.precision_plugin.forward_context():
             return self._sampler.collect(policy, version, profile)
 
-    def _start_actors(self, policy: Policy, version: int, seed: int) -> BoundedLag:
+    def _start_actors(self, policy: Policy, version: int, seed: int) -> Actors:
         if self._sampler.restart_episodes():
             rank_zero_warn(
                 f"actors.count={self.actors.count}: checkpoints do not contain the environments of actors, so they "
@@ -370,8 +370,7 @@ class RolloutDataModule(LightningDataModule):
         state = (self._sampler.starts, self._sampler.settings)
         setup = ActorSetup(self.spec, *sizes, self._spaces, seed, self._rank, *state)
         start = RayActors if self.actors.backend == "ray" else ProcessActors
-        source = start(self.actors, setup, cast(nn.Module, policy), version)
-        return BoundedLag(source, self.actors.max_policy_lag, version)
+        return start(self.actors, setup, cast(nn.Module, policy), version)
 
     def set_env_settings(self, attributes: Mapping[str, Any], reset_options: Mapping[str, Any] | None = None) -> None:
         """Change the training environments of this rank, in place of earlier changes; evaluation stays as it is.
@@ -390,7 +389,7 @@ class RolloutDataModule(LightningDataModule):
         """
         self._sampler.set_env_settings((dict(attributes), dict(reset_options or {})))
         if self._source is not None:
-            self._source.set_env_settings(self._sampler.settings)
+            self._source.settings = self._sampler.settings
 
     def call_while_waiting(self, function: Callable[[], None]) -> None:
         """Call a function in the main thread twice a second while the learner waits; its exception ends the wait."""

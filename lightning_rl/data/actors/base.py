@@ -1,21 +1,24 @@
-"""Options of asynchronous actors, the interface that collects them, and bounded policy lag."""
+"""Options of asynchronous actors, and what actors of every kind share: seeds, policy lag, and sending of rollouts."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from gymnasium import spaces
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_rl.data.collector import Sampler
 from lightning_rl.environments import Backend, EnvironmentSpec
 from lightning_rl.environments.contract import ACTORS, EnvSettings, derive_seed
+from lightning_rl.nested import map_leaves
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import (
     check,
@@ -26,6 +29,10 @@ from lightning_rl.validation import (
     is_one_of,
 )
 
+# Seconds after which the learner, while it waits, checks its actors again.
+POLL_SECONDS = 0.5
+# Smaller tensors go through the pipe: shared memory costs a connection for each tensor.
+_MAX_IN_PIPE = 2**18
 StartMethod = Literal["fork", "spawn", "forkserver"]
 ActorBackend = Literal["processes", "ray"]
 
@@ -113,54 +120,55 @@ else:  # the command line only accepts fields of the class
     ActorOptions = ActorConfig
 
 
-class RolloutSource(Protocol):
-    """Asynchronous actors: the learner sends them policies and receives rollouts when one is ready."""
+class Actors(ABC):
+    """Asynchronous actors: they receive policies from the learner, and return rollouts when one is ready.
 
-    def publish(self, policy: nn.Module, version: int) -> None:
+    `version` is the version of the policy that they start with.
+
+    Attributes:
+        settings: Settings of the environments; each request for a rollout has them, see
+            `RolloutDataModule.set_env_settings`.
+    """
+
+    def __init__(self, options: ActorConfig, setup: ActorSetup, version: int) -> None:
+        self.options, self.setup, self.settings = options, setup, setup.settings
+        self._version = version
+
+    @abstractmethod
+    def send_policy(self, policy: nn.Module, version: int) -> None:
         """Send a policy to the actors for their next rollouts; raise an `EnvironmentFailure` if one has ended."""
-        ...
 
-    def set_env_settings(self, settings: EnvSettings) -> None:
-        """Change the environments with the next request for a rollout; see `RolloutDataModule.set_env_settings`."""
-        ...
-
-    def next_rollout(self, while_waiting: Callable[[], None]) -> Rollout:
-        """Wait for the next rollout. `while_waiting` is called twice a second, and its exceptions end the wait.
+    @abstractmethod
+    def receive(self) -> Rollout | None:
+        """Wait up to `POLL_SECONDS` for a rollout; None if there is none yet.
 
         An actor that failed, died or hung, and was not replaced, raises an `EnvironmentFailure`.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End the actors; may be called twice."""
-        ...
-
-
-class BoundedLag:
-    """Drops rollouts of policies that are too old; `version` is the version that the actors were started with."""
-
-    def __init__(self, source: RolloutSource, max_policy_lag: int | None, version: int) -> None:
-        self.source = source
-        self.max_policy_lag = max_policy_lag
-        self._version = version
 
     def publish(self, policy: nn.Module, version: int) -> None:
+        """Send a policy to the actors if its version is a new one."""
         if version != self._version:
-            self.source.publish(policy, version)
+            self.send_policy(policy, version)
             self._version = version
 
-    def set_env_settings(self, settings: EnvSettings) -> None:
-        """Change the environments; see `RolloutSource`."""
-        self.source.set_env_settings(settings)
-
     def next_rollout(self, while_waiting: Callable[[], None] = lambda: None) -> Rollout:
-        """Wait for a rollout that is recent enough; it includes the failures and losses of those that were dropped."""
+        """Wait for a rollout that is recent enough; it includes the failures and losses of those that were dropped.
+
+        `while_waiting` is called twice a second, and its exceptions end the wait.
+        """
         begin, dropped, lost, failures = time.perf_counter(), 0, 0, list[str]()
+        max_lag = self.options.max_policy_lag
         while True:
-            rollout = self.source.next_rollout(while_waiting)
+            if (rollout := self.receive()) is None:
+                while_waiting()
+                continue
             failures += rollout.failures or []
             lost += rollout.actors_lost or 0
-            if self.max_policy_lag is None or self._version - rollout.policy_version <= self.max_policy_lag:
+            if max_lag is None or self._version - rollout.policy_version <= max_lag:
                 break
             dropped += 1
         rollout.failures = None if rollout.failures is None else failures
@@ -168,9 +176,6 @@ class BoundedLag:
         rollout.dropped = dropped
         rollout.seconds = time.perf_counter() - begin
         return rollout
-
-    def close(self) -> None:
-        self.source.close()
 
 
 @dataclass(frozen=True)
@@ -214,3 +219,33 @@ def silence_other_actors(actor: int) -> None:
     """Let only actor 0 log and warn, since all actors would log the same."""
     if actor > 0:
         rank_zero_only.rank = actor  # type: ignore[attr-defined]
+
+
+def pack(rollout: Rollout, actor: int, share: bool = True) -> Rollout:
+    """Return a copy of a rollout of an actor for another process: arrays, and shared memory for large tensors."""
+
+    def copied(x: Tensor) -> Any:  # noqa: ANN401 - a tensor or an array
+        if share and x.nbytes > _MAX_IN_PIPE:
+            return x.clone().share_memory_()  # type: ignore[no-untyped-call]
+        return x.numpy().copy()
+
+    packed = copy.copy(rollout)
+    vars(packed).update(map_leaves(copied, rollout.tensors()), actor=actor)
+    return packed
+
+
+def unpack(rollout: Rollout) -> Rollout:
+    """Turn the arrays of a packed rollout into tensors, in place, and return it."""
+    vars(rollout).update(map_leaves(lambda x: x if isinstance(x, Tensor) else torch.tensor(x), rollout.tensors()))
+    return rollout
+
+
+def weights_of(policy: nn.Module) -> list[Tensor]:
+    """Return parameters and buffers of a policy, without gradients."""
+    return [x.detach() for x in (*policy.parameters(), *policy.buffers())]
+
+
+def copy_weights(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy the values of each source into its target."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

@@ -13,14 +13,24 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
-from lightning_rl.data.actors.base import ActorConfig, ActorSetup, silence_other_actors
-from lightning_rl.data.actors.transport import POLL_SECONDS, PackedRollout, SharedWeights, pack, unpack
+from lightning_rl.data.actors.base import (
+    POLL_SECONDS,
+    ActorConfig,
+    Actors,
+    ActorSetup,
+    copy_weights,
+    pack,
+    silence_other_actors,
+    unpack,
+    weights_of,
+)
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.contract import EnvSettings, Failure
 from lightning_rl.environments.workers import kill, live_with_parent, none_left_on_failure, signals_waiting
@@ -31,6 +41,47 @@ from lightning_rl.validation import ConfigurationError
 
 # Seconds that all actors together get to end on their own; an interrupted learner has to end within five.
 _GRACE = 2.0
+# Seconds that the learner waits for an actor to finish reading the weights.
+_PATIENCE = 30.0
+
+
+class SharedWeights:
+    """Parameters and buffers of a policy, and its version, in shared memory.
+
+    A lock, held for one copy of the weights, prevents actors from reading half-written weights.
+    """
+
+    def __init__(self, policy: nn.Module, context: BaseContext) -> None:
+        self._shared = [torch.zeros_like(x, device="cpu").share_memory_() for x in weights_of(policy)]  # type: ignore[no-untyped-call]
+        self._version = torch.full((1,), -1).share_memory_()  # type: ignore[no-untyped-call]
+        self._lock = context.Lock()
+
+    def publish(self, policy: nn.Module, version: int, while_locked: Callable[[], None] = lambda: None) -> None:
+        """Make the weights of a policy, on any device, the ones that actors use from their next rollout on.
+
+        While an actor holds the lock, `while_locked` is called twice a second, and its exceptions end the wait. An
+        actor that does not release the lock raises an `EnvironmentFailure`.
+        """
+        # Before the lock is taken: copies from another device wait for its queue.
+        weights = [x.cpu() for x in weights_of(policy)]
+        deadline = time.monotonic() + _PATIENCE
+        while not self._lock.acquire(timeout=min(POLL_SECONDS, _PATIENCE)):
+            while_locked()
+            if time.monotonic() > deadline:
+                raise EnvironmentFailure(
+                    f"the policy could not be published within {_PATIENCE:g} seconds: an actor holds the lock"
+                )
+        try:
+            copy_weights(self._shared, weights)
+            self._version.fill_(version)
+        finally:
+            self._lock.release()
+
+    def read(self, policy: nn.Module) -> int:
+        """Copy the newest weights into `policy`, on the CPU, and return their version."""
+        with self._lock:
+            copy_weights(weights_of(policy), self._shared)
+            return int(self._version)
 
 
 def act_unless(stopped: Tensor, act: Callable[..., PolicyOutput], *args: Any, **kwargs: Any) -> PolicyOutput:  # noqa: ANN401
@@ -53,17 +104,17 @@ def run_actor(
     seed_everything(setup.seed_of(actor) % 2**32, verbose=False)  # for environments that use global generators
     silence_other_actors(actor)
     requests = iter(functools.partial(_next_request, pipe), None)
-    results: queue.SimpleQueue[PackedRollout | Failure] = queue.SimpleQueue()
+    results: queue.SimpleQueue[Rollout | Failure] = queue.SimpleQueue()
     # A thread sends, so that the next rollout can begin while the pipe is full.
     threading.Thread(target=_send_all, args=(results, pipe), daemon=True).start()
     try:
-        policy, refresh = cast(Policy, module), weights.reader(module.requires_grad_(False))
+        policy = cast(Policy, module.requires_grad_(False))
         with contextlib.closing(setup.start_sampler(module, setup.seed_of(actor))) as sampler:
             # A stopped rollout ends at its next step. The instance is changed, not the class, which others may use.
             vars(policy)["act"] = functools.partial(act_unless, stopped, policy.act)
             for settings in requests:
                 sampler.set_env_settings(settings)
-                results.put(pack(sampler.collect(policy, refresh()), actor))
+                results.put(pack(sampler.collect(policy, weights.read(module)), actor))
     except _Stopped:
         pass
     except Exception as error:
@@ -79,14 +130,14 @@ def _next_request(pipe: Connection) -> EnvSettings | None:
         return None
 
 
-def _send_all(results: queue.SimpleQueue[PackedRollout | Failure], pipe: Connection) -> None:
+def _send_all(results: queue.SimpleQueue[Rollout | Failure], pipe: Connection) -> None:
     with contextlib.suppress(OSError):  # the learner has ended
         while True:
             pipe.send(results.get())
 
 
-class ProcessActors:
-    """Processes that collect rollouts while the learner trains; see `RolloutSource`.
+class ProcessActors(Actors):
+    """Processes that collect rollouts while the learner trains.
 
     Each process has environments and a copy of the policy, and `rollouts_ahead` requests for rollouts. If several
     rollouts are ready, the learner takes one from the actor that was served least recently. Each actor has a separate
@@ -95,7 +146,7 @@ class ProcessActors:
     """
 
     def __init__(self, options: ActorConfig, setup: ActorSetup, policy: nn.Module, version: int) -> None:
-        self._options, self._setup, self._settings = options, setup, setup.settings
+        super().__init__(options, setup, version)
         context = multiprocessing.get_context(options.start_method)
         self._weights = SharedWeights(policy, context)
         self._weights.publish(policy, version)
@@ -112,14 +163,14 @@ class ProcessActors:
             atexit.register(self._at_exit)
 
     def _start(self, context: Any, policy: nn.Module) -> None:  # noqa: ANN401 - multiprocessing types no `Process` here
-        for actor in range(self._options.count):
+        for actor in range(self.options.count):
             own, theirs = context.Pipe()
-            args = (actor, self._setup, policy, self._weights, self._stopped, theirs)
+            args = (actor, self.setup, policy, self._weights, self._stopped, theirs)
             process = context.Process(target=run_actor, args=args, name=f"actor {actor}", daemon=True)
             try:
                 process.start()
             except (pickle.PicklingError, AttributeError, TypeError) as error:
-                method = self._options.start_method or multiprocessing.get_start_method()
+                method = self.options.start_method or multiprocessing.get_start_method()
                 raise ConfigurationError(
                     f"actors.start_method={method!r} cannot send the policy to another process ({error}): expected a "
                     "policy of classes and functions that can be imported, or 'fork' where the system has it"
@@ -127,48 +178,35 @@ class ProcessActors:
             theirs.close()  # so that the end of the process closes the pipe
             self._processes.append(process)
             self._pipes.append(own)
-            for _ in range(self._options.rollouts_ahead):
+            for _ in range(self.options.rollouts_ahead):
                 self._request(actor)
 
     def _request(self, actor: int, another: bool = True) -> None:
         with contextlib.suppress(OSError):  # the process has ended; `_check_actors` raises
-            self._pipes[actor].send(self._settings if another else None)
+            self._pipes[actor].send(self.settings if another else None)
 
-    def set_env_settings(self, settings: EnvSettings) -> None:
-        """Change the environments; see `RolloutSource`."""
-        self._settings = settings
-
-    def publish(self, policy: nn.Module, version: int) -> None:
+    def send_policy(self, policy: nn.Module, version: int) -> None:
         self._weights.publish(policy, version, self._check_actors)
 
-    def next_rollout(self, while_waiting: Callable[[], None]) -> Rollout:
-        while True:
-            self._check_actors()
-            actor, received = self._receive()
-            if isinstance(received, Failure):
-                self.close()
-                raise received.to_error("the process of the actor", RuntimeError, f"actor {actor}: ")
-            if received is not None:
-                return unpack(received)
-            while_waiting()
-
-    def _receive(self) -> tuple[int | None, PackedRollout | Failure | None]:
-        """Wait up to `POLL_SECONDS` for a result of an actor, and request another rollout from this actor."""
+    def receive(self) -> Rollout | None:
+        self._check_actors()
         ready = wait([*self._pipes, *(process.sentinel for process in self._processes)], POLL_SECONDS)
         actor = next((actor for actor in self._turns if self._pipes[actor] in ready), None)
         if actor is None:
-            return None, None
+            return None
         try:
-            received: PackedRollout | Failure = self._pipes[actor].recv()
+            received: Rollout | Failure = self._pipes[actor].recv()
         except Exception:
             self._processes[actor].join(POLL_SECONDS)  # the pipe closes a little before the process ends
             self._check_actors()
             raise
+        if isinstance(received, Failure):
+            raise received.to_error("the process of the actor", RuntimeError, f"actor {actor}: ")
         self._turns.remove(actor)
         self._turns.append(actor)
         self._since[actor] = time.monotonic()
         self._request(actor)
-        return actor, received
+        return unpack(received)
 
     def close(self) -> None:
         """End the processes, those that do not end in time by force."""
@@ -187,7 +225,7 @@ class ProcessActors:
         atexit.unregister(self._at_exit)
 
     def _check_actors(self) -> None:
-        limit, now = self._options.timeout, time.monotonic()
+        limit, now = self.options.timeout, time.monotonic()
         for index, process in enumerate(self._processes):
             if not process.is_alive():
                 code = process.exitcode
@@ -200,6 +238,4 @@ class ProcessActors:
                 kill([process])
             else:
                 continue
-            with contextlib.suppress(Exception):  # the failure below is more important
-                self.close()
-            raise EnvironmentFailure(f"{self._setup.describe(index)} {problem}")
+            raise EnvironmentFailure(f"{self.setup.describe(index)} {problem}")

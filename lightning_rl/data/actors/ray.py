@@ -8,24 +8,24 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
-from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_rl.data.actors.base import ActorConfig, ActorSetup, silence_other_actors
-from lightning_rl.data.actors.transport import (
+from lightning_rl.data.actors.base import (
     POLL_SECONDS,
-    PackedRollout,
-    gather_weights,
-    move_into_one_block,
+    ActorConfig,
+    Actors,
+    ActorSetup,
+    copy_weights,
     pack,
+    silence_other_actors,
     unpack,
+    weights_of,
 )
 from lightning_rl.data.collector import Sampler
 from lightning_rl.environments import EnvironmentFailure
@@ -49,21 +49,19 @@ class RayWorker:
         silence_other_actors(actor)
         self._setup, self._actor = setup, actor
         self._policy: nn.Module | None = None
-        self._weights: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._sampler: Sampler | None = None
 
     def join(self, policy: nn.Module) -> str:
         """Take over a policy on the CPU, and return process and machine of this actor."""
         self._policy = policy.requires_grad_(False)
-        self._weights = move_into_one_block(policy).numpy()
         return f"process {os.getpid()} on {platform.node()}"
 
     def collect(
-        self, number: int, settings: EnvSettings, weights: NDArray[np.uint8], version: int
-    ) -> PackedRollout | Failure | None:
+        self, number: int, settings: EnvSettings, weights: list[Tensor], version: int
+    ) -> Rollout | Failure | None:
         """Return a rollout or a failure; None if this process has replaced another one and has not joined.
 
-        `number` counts the requests to all processes of this actor; `weights` is a read-only block of `gather_weights`.
+        `number` counts the requests to all processes of this actor.
         """
         if self._policy is None:
             return None
@@ -71,10 +69,9 @@ class RayWorker:
             if self._sampler is None:
                 self._sampler = self._setup.start_sampler(self._policy, self._setup.seed_of(self._actor, number))
             self._sampler.set_env_settings(settings)
-            self._weights[:] = weights
-            packed = pack(self._sampler.collect(cast(Policy, self._policy), version), self._actor, share=False)
+            copy_weights(weights_of(self._policy), weights)
             # Ray writes arrays into its store without an extra copy.
-            return replace(packed, block=cast(Any, np.frombuffer(cast(bytearray, packed.block), np.uint8)))
+            return pack(self._sampler.collect(cast(Policy, self._policy), version), self._actor, share=False)
         except Exception as error:
             return Failure.of(error)
 
@@ -107,8 +104,8 @@ class _Request(NamedTuple):
     joining: bool
 
 
-class RayActors:
-    """Ray actors that collect rollouts while the learner trains; see `RolloutSource`.
+class RayActors(Actors):
+    """Ray actors that collect rollouts while the learner trains.
 
     Ray places the actors, replaces those that die, and carries weights and rollouts through its object store. An actor
     that has joined has `rollouts_ahead` requests for rollouts. The rollout that an actor was collecting when it died is
@@ -119,7 +116,7 @@ class RayActors:
         import ray
 
         self._ray: Any = ray
-        self._options, self._setup, self._settings = options, setup, setup.settings
+        super().__init__(options, setup, version)
         self._resources = dict(options.resources or {"CPU": 1})
         self._owns_session = _connect(ray, options.ray_address)
         self._requests: dict[Any, _Request] = {}
@@ -127,7 +124,7 @@ class RayActors:
         self._losses, self._warned_of_loss = 0, False
         self._nobody_since = time.monotonic()
         try:
-            self.publish(policy, version)
+            self.send_policy(policy, version)
             self._warn_of_missing_resources()
             try:
                 self._policy = ray.put(copy_to_cpu(policy))  # kept for actors that join later
@@ -144,9 +141,9 @@ class RayActors:
     def _warn_of_missing_resources(self) -> None:
         available = self._ray.cluster_resources()
         room = [int(available.get(name, 0) // amount) for name, amount in self._resources.items() if amount]
-        if room and min(room) < self._options.count:
+        if room and min(room) < self.options.count:
             rank_zero_warn(
-                f"actors.count={self._options.count}: the Ray cluster has room for {min(room)} of them, with "
+                f"actors.count={self.options.count}: the Ray cluster has room for {min(room)} of them, with "
                 f"{self._resources} each; the others start when machines are added"
             )
 
@@ -154,31 +151,22 @@ class RayActors:
         # Ray repeats a lost `join`, but not a lost rollout: a replacement must not repeat the seeds of another process.
         kind = self._ray.remote(RayWorker).options(max_restarts=-1, max_task_retries=-1, **_placement(self._resources))
         num_threads = max(1, int(self._resources.get("CPU", 1)))
-        for actor in range(self._options.count):
-            self._members.append(_Member(kind.remote(self._setup, actor, num_threads)))
+        for actor in range(self.options.count):
+            self._members.append(_Member(kind.remote(self.setup, actor, num_threads)))
             self._request_join(actor)
 
-    def publish(self, policy: nn.Module, version: int) -> None:
-        self._weights = self._ray.put(gather_weights(policy).numpy()), version
+    def send_policy(self, policy: nn.Module, version: int) -> None:
+        self._weights = self._ray.put([x.cpu() for x in weights_of(policy)]), version
 
-    def set_env_settings(self, settings: EnvSettings) -> None:
-        """Change the environments; see `RolloutSource`."""
-        self._settings = settings
-
-    def next_rollout(self, while_waiting: Callable[[], None]) -> Rollout:
-        try:
-            while True:
-                ready, _ = self._ray.wait(list(self._requests), num_returns=1, timeout=POLL_SECONDS)
-                packed = self._receive(ready[0]) if ready else None
-                if packed is not None:
-                    rollout = unpack(replace(packed, block=bytearray(packed.block)))  # Ray's memory is read-only
-                    rollout.actors_lost, self._losses = self._losses, 0
-                    return rollout
-                self._check_actors()
-                while_waiting()
-        except Exception:
-            self.close()
-            raise
+    def receive(self) -> Rollout | None:
+        ready, _ = self._ray.wait(list(self._requests), num_returns=1, timeout=POLL_SECONDS)
+        packed = self._take_answer(ready[0]) if ready else None
+        if packed is None:
+            self._check_actors()
+            return None
+        rollout = unpack(packed)
+        rollout.actors_lost, self._losses = self._losses, 0
+        return rollout
 
     def close(self) -> None:
         """End the actors, and Ray's session if it was started here."""
@@ -198,11 +186,11 @@ class RayActors:
     def _request_rollout(self, actor: int) -> None:
         member = self._members[actor]
         collect = member.handle.collect.options(max_task_retries=0)
-        reference = collect.remote(member.requested, self._settings, *self._weights)
+        reference = collect.remote(member.requested, self.settings, *self._weights)
         self._requests[reference] = _Request(actor, member.life, joining=False)
         member.requested += 1
 
-    def _receive(self, reference: Any) -> PackedRollout | None:  # noqa: ANN401 - a type of Ray
+    def _take_answer(self, reference: Any) -> Rollout | None:  # noqa: ANN401 - a type of Ray
         """Process an answer, and send the next request; return the rollout if the answer is one."""
         request = self._requests.pop(reference)
         actor, member = request.actor, self._members[request.actor]
@@ -223,17 +211,17 @@ class RayActors:
             member.since = time.monotonic()
             if request.joining:
                 member.where = answer
-            for _ in range(self._options.rollouts_ahead if request.joining else 1):
+            for _ in range(self.options.rollouts_ahead if request.joining else 1):
                 self._request_rollout(actor)
         if request.joining:
             return None
         member.losses = 0
-        return cast(PackedRollout, answer)
+        return cast(Rollout, answer)
 
     def _replace(self, actor: int, error: Exception) -> None:
         """Count a lost actor, and request that the process that replaces it joins."""
         member = self._members[actor]
-        who = f"{self._setup.describe(actor)} is gone ({member.where or 'not started'}): {error}"
+        who = f"{self.setup.describe(actor)} is gone ({member.where or 'not started'}): {error}"
         member.life, member.where, member.losses = member.life + 1, None, member.losses + 1
         self._losses += 1
         if member.losses > MAX_RESTARTS_IN_A_ROW:
@@ -248,7 +236,7 @@ class RayActors:
         self._request_join(actor)
 
     def _check_actors(self) -> None:
-        limit, now = self._options.timeout, time.monotonic()
+        limit, now = self.options.timeout, time.monotonic()
         if not any(member.where for member in self._members) and now - self._nobody_since > limit:
             raise EnvironmentFailure(
                 f"no actor was started within actors.timeout={limit:g} seconds: each needs {self._resources}, and the "
@@ -259,7 +247,7 @@ class RayActors:
                 own = [reference for reference, request in self._requests.items() if request.actor == index]
                 if not self._ray.wait(own, num_returns=1, timeout=0)[0]:  # it has not answered meanwhile
                     raise EnvironmentFailure(
-                        f"{self._setup.describe(index)} gave no rollout within actors.timeout={limit:g} seconds: its "
+                        f"{self.setup.describe(index)} gave no rollout within actors.timeout={limit:g} seconds: its "
                         f"{member.where} was ended"
                     )
 

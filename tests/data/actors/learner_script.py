@@ -22,7 +22,7 @@ class Tell(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.fit_loop.total_batch_idx == 2:
             faulthandler.dump_traceback_later(50)
-            print(*(process.pid for process in self.data._source.source._processes), flush=True)
+            print(*(process.pid for process in self.data._source._processes), flush=True)
 
 
 def main():

@@ -256,7 +256,7 @@ def test_an_actor_that_is_killed_is_named_where_a_rollout_is_taken():
     class Kill(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if batch_idx == 1:
-                process = data._source.source._processes[1]
+                process = data._source._processes[1]
                 process.kill()
                 process.join()
 
@@ -299,7 +299,7 @@ def test_a_signal_is_honored_within_five_seconds_while_all_actors_are_stopped(us
     class Stop(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if pl_module.policy_version == 2:
-                for process in data._source.source._processes:
+                for process in data._source._processes:
                     os.kill(process.pid, signal.SIGSTOP)
 
     data = make_actors(actors={"count": 2}, rollouts_per_epoch=1000)
@@ -336,7 +336,7 @@ def test_no_signal_to_all_processes_ends_an_actor_not_even_one_that_begins(prepa
 
     class Look(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            status = Path(f"/proc/{data._source.source._processes[0].pid}/status").read_text()
+            status = Path(f"/proc/{data._source._processes[0].pid}/status").read_text()
             masks = {name: int(mask, 16) for name, mask in re.findall(r"(Sig\w+):\s(\w+)", status)}
             sets = {name: {s for s in (signal.SIGINT, signal.SIGTERM) if masks[name] >> s - 1 & 1} for name in masks}
             left_alone.append([name for name in ("SigBlk", "SigIgn") if sets[name]])
@@ -389,7 +389,7 @@ def test_learner_ends_although_a_killed_actor_holds_the_lock():
 
     class Take(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            take_lock(data._source.source._weights._lock)
+            take_lock(data._source._weights._lock)
 
     begin = time.monotonic()
     make_trainer(callbacks=[Take()]).fit(make(data), data)
@@ -401,7 +401,7 @@ def test_an_actor_killed_while_it_reads_the_weights_is_named_within_seconds():
 
     class Kill(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            source = data._source.source
+            source = data._source
             take_lock(source._weights._lock)
             source._processes[1].kill()
             killed.append(time.monotonic())

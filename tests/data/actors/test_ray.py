@@ -11,7 +11,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_rl import IMPALA
-from lightning_rl.data.actors import BoundedLag
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.validation import ConfigurationError
 from tests import probes  # noqa: F401 - registers environments
@@ -179,22 +178,6 @@ def test_a_signal_is_honored_while_no_actor_finds_a_place(ray):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 128 + signal.SIGTERM
-
-
-def test_actor_losses_before_dropped_rollouts_are_counted():
-    class Source:
-        def next_rollout(self, while_waiting):
-            rollout = next(rollouts)
-            rollout.actors_lost = 1
-            return rollout
-
-    plain = make_data(actors={"count": 0}, rollouts_per_epoch=2)
-    seen = Versions()
-    make_trainer(callbacks=[seen]).fit(make(plain), plain)
-    rollouts = iter(seen.rollouts)
-    lag = BoundedLag(Source(), 0, 1)
-    taken = lag.next_rollout()
-    assert taken is seen.rollouts[1] and taken.dropped == 1 and taken.actors_lost == 2
 
 
 def test_existing_ray_session_stays_open(ray):

@@ -26,7 +26,7 @@ class Fates(Callback):
         self.cluster, self.data, self.stage, self.came = cluster, data, 0, set()
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        version, members = pl_module.policy_version, self.data._source.source._members
+        version, members = pl_module.policy_version, self.data._source._members
         here = [member.where is not None for member in members]
         # Actors with a rollout since the last change was noticed.
         self.came = set() if self.stage == 2 and members[0].life == 0 else self.came | {batch.actor}

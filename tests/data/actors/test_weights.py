@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from lightning_rl.data.actors import transport
-from lightning_rl.data.actors.transport import SharedWeights
+from lightning_rl.data.actors import processes
+from lightning_rl.data.actors.processes import SharedWeights
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.policies.actor_critic import ActorCritic
 from tests.helpers import DISCRETE, VECTOR
@@ -43,12 +43,11 @@ def torn_reads(weights, last=300):
     """Return the number of reads with mixed versions while another process publishes as fast as it can."""
     writer = FORK.Process(target=hammer, args=(weights, last), daemon=True)
     policy = make_policy()
-    refresh = weights.reader(policy)
     version, torn, seen = -1, 0, set()
     writer.start()
     try:
         while version < last:
-            version = refresh()
+            version = weights.read(policy)
             if version >= 0:
                 seen.add(version)
                 torn += not all(bool((x == version).all()) for x in tensors(policy))
@@ -65,22 +64,22 @@ def test_weights_are_never_read_half_written():
 
 def test_a_reader_waits_until_all_weights_are_written(monkeypatch):
     weights, policy = SharedWeights(make_policy(), FORK), make_policy()
-    refresh = weights.reader(policy)
     source = make_policy()
     fill(source, 1)
-    reached, resume, write = threading.Event(), threading.Event(), transport._fill
+    reached, resume, write = threading.Event(), threading.Event(), processes.copy_weights
 
-    def write_in_two_parts(block, given):
-        write(block, given[: len(given) // 2])
+    def write_in_two_parts(targets, sources):
+        half = len(sources) // 2
+        write(targets[:half], sources[:half])
         reached.set()
         assert resume.wait(10)
-        write(block, given)
+        write(targets[half:], sources[half:])
 
-    monkeypatch.setattr(transport, "_fill", write_in_two_parts)
+    monkeypatch.setattr(processes, "copy_weights", write_in_two_parts)
     writer = threading.Thread(target=weights.publish, args=(source, 1))
     writer.start()
     assert reached.wait(10)
-    reading = threading.Thread(target=refresh)
+    reading = threading.Thread(target=weights.read, args=(policy,))
     reading.start()
     reading.join(0.1)
     assert reading.is_alive()
@@ -95,7 +94,7 @@ def test_weights_of_every_dtype_arrive():
     fill(target, 0)
     weights = SharedWeights(source, FORK)
     weights.publish(source, 7)
-    assert weights.reader(target)() == 7
+    assert weights.read(target) == 7
     for one, other in zip(tensors(source), tensors(target), strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
     observations = torch.randn(5, 3, dtype=torch.float64)
@@ -103,7 +102,7 @@ def test_weights_of_every_dtype_arrive():
 
 
 def test_publishing_raises_if_an_actor_does_not_release_the_lock(monkeypatch):
-    monkeypatch.setattr("lightning_rl.data.actors.transport._PATIENCE", 0.05)
+    monkeypatch.setattr("lightning_rl.data.actors.processes._PATIENCE", 0.05)
     weights = SharedWeights(make_policy(), FORK)
     weights._lock.acquire()
     with pytest.raises(EnvironmentFailure, match=r"0\.05 seconds"):

@@ -1,13 +1,15 @@
-"""Packing and unpacking of rollouts."""
+"""Packing and unpacking of rollouts, and rollouts that are too old."""
 
 import pickle
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_rl import IMPALA
-from lightning_rl.data.actors import transport
-from lightning_rl.data.actors.transport import pack, unpack
+from lightning_rl.data.actors import ActorConfig, Actors, base
+from lightning_rl.data.actors.base import pack, unpack
 from lightning_rl.nested import leaves
 from tests import nested_probes  # noqa: F401 - registers
 from tests.helpers import make_data, make_trainer, merged
@@ -43,12 +45,12 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_unpacked_rollout_equals_the_packed_one(case, in_pipe, monkeypatch):
     if not in_pipe:
-        monkeypatch.setattr(transport, "_MAX_IN_PIPE", 0)
+        monkeypatch.setattr(base, "_MAX_IN_PIPE", -1)
     env_id, options = CASES[case]
     rollout = collected(env_id, **options)
     rollout.policy_version = 3
     packed = pack(rollout, actor=2)
-    assert isinstance(packed.block, bytearray if in_pipe else torch.Tensor)
+    assert all(isinstance(x, np.ndarray if in_pipe else torch.Tensor) for x in leaves(packed.tensors()))
     if in_pipe:
         packed = pickle.loads(pickle.dumps(packed))
     arrived = unpack(packed)
@@ -67,7 +69,28 @@ def test_unpacked_rollout_equals_the_packed_one(case, in_pipe, monkeypatch):
 def test_a_large_rollout_goes_through_shared_memory():
     rollout = collected()
     rollout.observations = torch.zeros(25, 3, 2**12)
-    packed = pack(rollout)
-    assert isinstance(packed.block, torch.Tensor) and packed.block.is_shared()
+    packed = pack(rollout, actor=0)
+    assert packed.observations.is_shared() and isinstance(packed.rewards, np.ndarray)
     rollout.observations += 1
     assert not unpack(packed).observations.any()  # it was a copy
+
+
+def test_actor_losses_before_dropped_rollouts_are_counted():
+    rollouts = [collected(), None, collected()]
+    for version, rollout in ((0, rollouts[0]), (1, rollouts[2])):
+        rollout.policy_version, rollout.actors_lost = version, 1
+    waited, found = [], iter(rollouts)
+
+    class Source(Actors):
+        def receive(self):
+            return next(found)
+
+        def send_policy(self, policy, version):
+            raise NotImplementedError
+
+        def close(self):
+            raise NotImplementedError
+
+    source = Source(ActorConfig(max_policy_lag=0), SimpleNamespace(settings=({}, {})), 1)
+    taken = source.next_rollout(lambda: waited.append(1))
+    assert taken is rollouts[2] and taken.dropped == 1 and taken.actors_lost == 2 and len(waited) == 1
