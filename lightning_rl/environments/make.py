@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import re
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
@@ -41,7 +43,7 @@ from lightning_rl.environments.wrappers.action_repeat import (
     read_repeats,
 )
 from lightning_rl.environments.wrappers.transforms import RewardTransform
-from lightning_rl.validation import ClassSpec, ConfigurationError, check, import_class, instantiate
+from lightning_rl.validation import ClassSpec, ConfigurationError, check, did_you_mean, import_class, instantiate
 
 # Much longer than a step; enough for an environment that loads a world in its first reset.
 DEFAULT_STEP_TIMEOUT = 120.0
@@ -198,8 +200,20 @@ def explained(spec: EnvironmentSpec, gym_spec: EnvSpec | None = None) -> Iterato
             raise
         raise ConfigurationError(
             f"env_id={spec.env_id!r} cannot be made with env.kwargs={spec.env.kwargs!r}: "
-            f"{summary(error)}{_place(error)}{working_versions(error)}"
+            f"{summary(error)}{_place(error)}{working_versions(error)}{_similar_argument(error, gym_spec)}"
         ) from error
+
+
+def _similar_argument(error: BaseException, gym_spec: EnvSpec | None) -> str:
+    """Return a question with similar names of arguments if a constructor rejected an argument."""
+    rejected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if rejected is None or gym_spec is None:
+        return ""
+    known: list[str] = []
+    creators: tuple[Any, ...] = gym_spec.entry_point, gym_spec.vector_entry_point
+    for creator in filter(None, creators):
+        known += inspect.signature(load_env_creator(creator) if isinstance(creator, str) else creator).parameters
+    return did_you_mean(rejected[1], known)
 
 
 def _place(error: BaseException) -> str:
@@ -246,7 +260,10 @@ def _timeout(spec: EnvironmentSpec) -> float:
 
 def _find_single(spec: EnvironmentSpec) -> EnvSpec:
     gym_spec = find_spec(spec.env_id)
-    expected = f"native or torch: {spec.env_id} registers vectorized environments only"
+    expected = (
+        f"native (--data.backend native), or torch for environments of tensors: {spec.env_id} registers only "
+        "vectorized environments"
+    )
     check(gym_spec.entry_point is not None, "backend", spec.backend, expected)
     return gym_spec
 

@@ -225,8 +225,11 @@ def test_id_names_the_module_of_a_parallel_environment():
         _ = make_data("PettingZoo/math", backend="native").observation_space
     with pytest.raises(ConfigurationError, match=r"missing.env' needs a package that is not installed"):
         _ = make_data("PettingZoo/missing.env", backend="native").observation_space
-    with pytest.raises(ConfigurationError, match=r"backend='sync' is not valid: expected native"):
-        _ = make_data("PettingZoo/tests.environments.test_pettingzoo").observation_space
+    module = "PettingZoo/tests.environments.test_pettingzoo"
+    with pytest.raises(ConfigurationError, match=r"backend='sync' is not valid: expected native \(--data.backend nat"):
+        _ = make_data(module).observation_space
+    with pytest.raises(ConfigurationError, match=r"argument 'team_rewards'.*; did you mean team_reward\?$"):
+        _ = make_data(module, backend="native", env={"kwargs": {"team_rewards": True}}).observation_space
 
 
 def test_one_row_is_enough_for_the_spaces_but_not_to_play():

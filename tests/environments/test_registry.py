@@ -70,7 +70,7 @@ def test_unknown_id_error_without_near_names_explains_imports():
 def test_environments_that_are_only_vectorized_need_the_native_backend(backend, monkeypatch):
     spec = EnvSpec("VectorOnly-v0", entry_point=None, vector_entry_point="some.module:Vector")
     monkeypatch.setitem(gymnasium.registry, "VectorOnly-v0", spec)
-    expected = f"^backend='{backend}' is not valid: expected native or torch: VectorOnly-v0 registers vectorized"
+    expected = rf"^backend='{backend}' is not valid: expected native \(--data.backend native\), .* VectorOnly-v0"
     with pytest.raises(ConfigurationError, match=expected):
         make("VectorOnly-v0", backend=backend)
     with pytest.raises(ConfigurationError, match=expected):
