@@ -318,7 +318,8 @@ def check_filmable(spec: EnvironmentSpec) -> None:
     """Render one frame of an environment of `EnvironmentSpec.for_filming`, or raise a `ConfigurationError`."""
     import_modules(spec.env.imports)
     gym_spec = find_spec(spec.env_id)
-    check(gym_spec.entry_point is not None, "env_id", spec.env_id, "one with single environments, which can be filmed")
+    expected = "one that registers single environments: vectorized environments cannot be filmed"
+    check(gym_spec.entry_point is not None, "env_id", spec.env_id, expected)
     prepare_rendering()
     env = make_single(spec, gym_spec, _split_wrappers(spec)[0])
     try:

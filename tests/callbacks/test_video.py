@@ -56,6 +56,7 @@ class Drawn(gymnasium.Env[np.ndarray, int]):
 
 
 DRAWN = "lightning_rl_tests/Drawn-v0"
+RELAY = "tests.environments.test_pettingzoo:Probe/Relay-v0"
 BLIND = "lightning_rl_tests/Blind-v0"
 if DRAWN not in gymnasium.registry:
     gymnasium.register(DRAWN, Drawn)
@@ -178,6 +179,7 @@ def test_a_moving_picture_is_small_and_as_long_as_what_it_shows():
     [
         (BLIND, {}, "cannot be filmed: expected an environment with the render mode 'rgb_array'"),
         ("CartPole-v1", {"backend": "envpool"}, "backend='envpool' is not valid: expected sync, async, or native"),
+        (RELAY, {"backend": "native", "num_envs": 2}, "env_id=.* is not valid: expected one that registers single"),
         (DRAWN, {"env": {"kwargs": {"width": 0}}}, r"render\(\) returned uint8 \[9, 0, 3\]: expected a picture"),
     ],
 )
