@@ -198,7 +198,7 @@ def main(folder: Path) -> None:
     recorded = torch.load(folder / "recorded.pt", weights_only=False)
     learned = {case: learn_as_rank(*case, [pair[rank] for pair in pairs]) for case, pairs in recorded.items()}
     combinations = torch.load(folder / "combinations.pt", weights_only=False)
-    combined = {str(one): combine_as_rank(one, rank, recorded) for one, recorded in combinations.items()}
+    combined = {name: combine_as_rank(name, rank, recorded) for name, recorded in combinations.items()}
     failed = fail_on_one_rank(rank, folder)
     left: dict[str, Any] = {"failed": failed, "restarts": count_restarts(rank), "phases": train_in_phases()}
     left["gathered"] = gather(rank)

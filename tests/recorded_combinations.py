@@ -1,25 +1,52 @@
-"""Combinations of kinds: one process with all environments, and ranks with a half of them each."""
+"""Kinds of spaces, memory and agents: one process with all environments, and ranks with a half of them each."""
 
 import copy
 from typing import Any
 
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
-from lightning_rl import PPO, Rollout
+from lightning_rl import MAPPO, PPO, Rollout
 from lightning_rl.nested import map_leaves
-from tests.combination_probes import SAMPLE, Combination, data_options, model_options
-from tests.helpers import FixedRollouts, Recorder, make_data, make_trainer, parameters_of
+from tests.combination_probes import SAMPLE, data_options, model_options
+from tests.environments.test_pettingzoo import BOX, RELAY
+from tests.helpers import FixedRollouts, Recorder, make_data, make_trainer, merged, parameters_of
 
-RANKED = [combination for combination in SAMPLE if combination.observation in ("image", "dict", "nested")]
 NUM_ENVS = 2
+MEMORIES: dict[str, dict[str, Any]] = {
+    "mingru": {"kind": "mingru", "hidden_size": 4, "sequence_length": 4, "burn_in": 2},
+    "gtrxl": {"kind": "gtrxl", "hidden_size": 4, "sequence_length": 4, "context_length": 3},
+}
+# Two agents with different spaces, of which one leaves early.
+AGENTS = RELAY | {
+    "rollout_length": 8,
+    "env": {"kwargs": {"state": "joint", "sizes": (2, 3), "choices": (BOX, spaces.Box(-1, 1, (1,)))}},
+}
+RANKED: dict[str, tuple[type[PPO], dict[str, Any], dict[str, Any]]] = {
+    **{
+        str(one): (PPO, data_options(one), model_options(one))
+        for one in SAMPLE
+        if one.observation in ("image", "dict", "nested")
+    },
+    **{
+        kind: (PPO, data_options(SAMPLE[1]), merged(model_options(SAMPLE[1]), {"policy": {"memory": memory}}))
+        for kind, memory in MEMORIES.items()
+    },
+    **{
+        f"agents-{'shared' if shares else 'separate'}": (MAPPO, AGENTS, {"share_policy": shares})
+        for shares in (True, False)
+    },
+}
+"""Algorithm, options of the data and options of the model, by name."""
 
 
-def make(combination: Combination, observation_space: Any, action_space: Any) -> PPO:
+def make(name: str, observation_space: Any, action_space: Any) -> PPO:
     """One minibatch in each pass, so that the order of rows does not matter, and statistics over all of them."""
     torch.manual_seed(0)
     options = {"num_epochs": 2, "num_minibatches": 1, "advantages": {"normalize": "rollout"}, "learning_rate": 1e-3}
-    return PPO(observation_space, action_space, **options, **model_options(combination))
+    algorithm, _, own = RANKED[name]
+    return algorithm(observation_space, action_space, **options, **own)
 
 
 class Copies(Recorder):
@@ -33,19 +60,19 @@ class Copies(Recorder):
         self.rollouts.append(copy.deepcopy(batch))
 
 
-def learn_alone(combination: Combination) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def learn_alone(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What one process learned, and what the ranks need: spaces, and their halves of the rollouts."""
-    data = make_data(**data_options(combination) | {"num_envs": 2 * NUM_ENVS})
-    spaces = data.observation_space, data.action_space
-    model, copies = make(combination, *spaces), Copies()
+    data = make_data(**RANKED[name][1] | {"num_envs": 2 * NUM_ENVS})
+    both = data.observation_space, data.action_space
+    model, copies = make(name, *both), Copies()
     make_trainer(precision="64-true", callbacks=[copies]).fit(model, data)
     halves = [[half(rollout, rank) for rollout in copies.rollouts] for rank in range(2)]
-    return parameters_of(model), {"spaces": spaces, "halves": halves}
+    return parameters_of(model), {"spaces": both, "halves": halves}
 
 
-def learn_as_rank(combination: Combination, rank: int, recorded: dict[str, Any]) -> dict[str, Any]:
+def learn_as_rank(name: str, rank: int, recorded: dict[str, Any]) -> dict[str, Any]:
     """What a rank learns from its half, and how far it was from the policy that acted."""
-    model, recorder = make(combination, *recorded["spaces"]), Recorder()
+    model, recorder = make(name, *recorded["spaces"]), Recorder()
     trainer = make_trainer(precision="64-true", callbacks=[recorder], devices=2, strategy="ddp")
     trainer.fit(model, FixedRollouts(recorded["halves"][rank], model))
     return {"parameters": parameters_of(model), "errors": recorder.column("first_ratio_error")}
@@ -59,8 +86,8 @@ def half(rollout: Rollout, rank: int) -> Rollout:
 
     names = ["observations", "actions", "rewards", "terminated", "truncated", "log_probs", "values", "next_values"]
     names += ["starts"] if rollout.memory is None else ["starts", "memory"]
+    names += [] if rollout.valid is None else ["valid"]
     ends_here = rollout.final_indices[:, 1] // NUM_ENVS == rank
-    assert rollout.valid is None
     return Rollout(
         **{name: mine(name) for name in names},
         final_indices=rollout.final_indices[ends_here] - torch.tensor([0, rank * NUM_ENVS]),

@@ -10,7 +10,7 @@ import torch
 
 from lightning_rl import FailedUpdate
 from tests import recorded_combinations
-from tests.ddp_script import learn_duals
+from tests.ddp_script import PHASES, learn_duals
 from tests.programs import run_ranks
 from tests.recorded import CASES, EPOCHS, MINIBATCHES_OF_A_PASS, NUM_ENVS, ROLLOUTS, UPDATES, learn_alone
 from tests.recorded_combinations import RANKED
@@ -35,10 +35,10 @@ def alone(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def combined_alone(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """The same of combinations of kinds."""
-    learned = {combination: recorded_combinations.learn_alone(combination) for combination in RANKED}
-    torch.save({one: recorded for one, (_, recorded) in learned.items()}, folder / "combinations.pt")
-    return {str(one): parameters for one, (parameters, _) in learned.items()}
+    """The same of kinds of spaces, memory and agents."""
+    learned = {name: recorded_combinations.learn_alone(name) for name in RANKED}
+    torch.save({name: recorded for name, (_, recorded) in learned.items()}, folder / "combinations.pt")
+    return {name: parameters for name, (parameters, _) in learned.items()}
 
 
 @pytest.fixture(scope="module")
@@ -152,12 +152,12 @@ def test_two_ranks_log_what_one_process_does(ranks, alone, option, precision):
             assert row[name] == pytest.approx(expected[name], rel=rel, abs=atol), name
 
 
-@pytest.mark.parametrize("combination", map(str, RANKED))
-def test_two_ranks_take_the_steps_of_one_process_whatever_the_spaces(ranks, combined_alone, combination):
+@pytest.mark.parametrize("name", RANKED)
+def test_two_ranks_take_the_steps_of_one_process_whatever_spaces_memory_and_agents(ranks, combined_alone, name):
     for rank in ranks:
-        learned = rank["combined"][combination]
+        learned = rank["combined"][name]
         assert len(learned["errors"]) == 2 and max(learned["errors"]) <= 1e-12
-        torch.testing.assert_close(learned["parameters"], combined_alone[combination], rtol=0, atol=1e-12)
+        torch.testing.assert_close(learned["parameters"], combined_alone[name], rtol=0, atol=1e-12)
 
 
 def test_a_rollout_that_is_not_finite_on_one_rank_stops_both_unchanged(ranks):
@@ -171,7 +171,7 @@ def test_a_rollout_that_is_not_finite_on_one_rank_stops_both_unchanged(ranks):
         assert not Path(path.replace("rank1", "rank0")).exists()
 
 
-@pytest.mark.parametrize("name", ["dual", "shared", "detached", "memory", "off_policy"])
+@pytest.mark.parametrize("name", PHASES)
 def test_ranks_go_through_the_phases_of_ppg_together(ranks, name):
     """Five rollouts: at least two auxiliary phases, whatever parameters a loss leaves out."""
     first, second = (rank["phases"][name] for rank in ranks)
