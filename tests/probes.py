@@ -10,16 +10,17 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torch import Tensor
 
 from lightning_rl.data.collector import Collector
-from lightning_rl.environments import Backend, EnvConfig, EnvironmentBatch, EnvironmentSpec, make_environments
+from lightning_rl.environments import Backend, EnvConfig, EnvironmentBatch, EnvironmentSpec, make, make_environments
 from lightning_rl.environments.contract import derive_seed
 from lightning_rl.nested import leaves, space_leaves
 from lightning_rl.options import changed
@@ -377,10 +378,21 @@ def make_batch(
     seed: int = 0,
     **kwargs: Any,
 ) -> EnvironmentBatch:
-    """Environments with seeds from the tree; `env` has options of `EnvConfig`, `kwargs` are the environment's."""
+    """Environments with seeds from the tree; `env` has options of `EnvConfig`, `kwargs` are the environment's.
+
+    The vector environments of Gymnasium take the place of the package's own in other modes than `SAME_STEP`.
+    """
     config = changed("env", EnvConfig(kwargs=kwargs), env or {})
     spec = EnvironmentSpec(env_id, config, backend, evaluation)
-    return make_environments(spec, num_envs, seeds_of(num_envs, seed), mode)
+    seeds = seeds_of(num_envs, seed)
+    if mode is AutoresetMode.SAME_STEP:
+        return make_environments(spec, num_envs, seeds)
+    of_gymnasium = {
+        "LocalVectorEnv": lambda factories: SyncVectorEnv(factories, autoreset_mode=mode),
+        "WorkerPool": lambda factories, *_: AsyncVectorEnv(factories, autoreset_mode=mode),
+    }
+    with mock.patch.multiple(make, **of_gymnasium):
+        return make_environments(spec, num_envs, seeds)
 
 
 def seeds_of(num_envs: int, seed: int = 0) -> list[int]:

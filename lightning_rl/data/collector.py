@@ -466,21 +466,14 @@ class Sampler:
     def started(self) -> bool:
         return self._collector is not None
 
-    def start(
-        self,
-        space_pair: tuple[spaces.Space[Any], spaces.Space[Any]],
-        seed: int,
-        rank: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def start(self, seed: int, rank: int, device: torch.device, dtype: torch.dtype) -> None:
         """Make the environments, with the policy's device and dtype, and restore them on resume; a collective call."""
         # The count is in the seeds: environments that cannot be restored do not repeat their first episodes.
         seeds = [derive_seed(seed, TRAINING, rank, index, self.starts) for index in range(self.num_envs)]
         generator = torch.Generator(device).manual_seed(derive_seed(seed, SAMPLING, rank, self.starts))
         self.starts += 1
         self._last_state = None
-        environments = make_environments(self.spec, self.num_envs, seeds, space_pair=space_pair)
+        environments = make_environments(self.spec, self.num_envs, seeds)
         if any(self.settings):
             environments.set_env_settings(self.settings)
         self._collector = Collector(environments, self.rollout_length, generator, dtype, self.info_keys)

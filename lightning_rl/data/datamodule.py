@@ -352,7 +352,7 @@ class RolloutDataModule(LightningDataModule):
             return rollout
         self._collected_version = version
         if not self._sampler.started:
-            self._sampler.start(self._spaces, seed, self._rank, device, dtype)
+            self._sampler.start(seed, self._rank, device, dtype)
         assert self.trainer is not None
         profiler: Profiler = self.trainer.profiler  # type: ignore[attr-defined]
         # The default profiler measures nothing, but costs a microsecond per call.
@@ -368,7 +368,7 @@ class RolloutDataModule(LightningDataModule):
             )
         sizes = (self.num_envs, self.rollout_length, tuple(self.info_keys))
         state = (self._sampler.starts, self._sampler.settings)
-        setup = ActorSetup(self.spec, *sizes, self._spaces, seed, self._rank, *state)
+        setup = ActorSetup(self.spec, *sizes, seed, self._rank, *state)
         start = RayActors if self.actors.backend == "ray" else ProcessActors
         return start(self.actors, setup, cast(nn.Module, policy), version)
 

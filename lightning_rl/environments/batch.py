@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import setitem
 from typing import Any, NamedTuple, NoReturn
 
@@ -70,33 +70,29 @@ class NativeCartPole(VectorWrapper):
 class EnvironmentServer:
     """Answers the messages of an `EnvironmentPool` to one of its environments, in the environment's process.
 
+    The step that ends an episode also resets the environment.
+
     The messages are `("step", action)`, `("reset" or "next_episode", keyword arguments)` and `("call", name, arguments,
     keyword arguments)`. Observations are written into row `index` of `observations`, `[B, ...]`.
     """
 
-    def __init__(self, env: gymnasium.Env[Any, Any], index: int, mode: AutoresetMode, observations: Nested) -> None:
-        self.env, self.index, self.mode, self.observations = env, index, mode, observations
-        self._resets_next = False
+    def __init__(self, env: gymnasium.Env[Any, Any], index: int, observations: Nested) -> None:
+        self.env, self.index, self.observations = env, index, observations
 
     def answer(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 - any answer
-        env, ended, answer = self.env, False, None
+        env, answer = self.env, None
         if name == "call":
             attribute = env.get_wrapper_attr(arguments[0])
             return attribute(*arguments[1], **arguments[2]) if callable(attribute) else attribute
         if name != "step":
             observation, answer = env.get_wrapper_attr(name)(**arguments[0])
-        elif self._resets_next:
-            observation, info = env.reset()
-            answer = 0.0, False, False, info
         else:
             observation, reward, terminated, truncated, info = env.step(*arguments)
-            ended = terminated or truncated
-            if ended and self.mode is AutoresetMode.SAME_STEP:
+            if terminated or truncated:
                 final = {"final_info": info, "final_obs": observation}
                 observation, info = env.reset()
                 info = final | info
             answer = reward, terminated, truncated, info
-        self._resets_next = ended and self.mode is AutoresetMode.NEXT_STEP
         if type(self.observations) is np.ndarray:  # `map_leaves` takes three times as long
             self.observations[self.index] = observation
         else:
@@ -107,12 +103,8 @@ class EnvironmentServer:
 class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
     """A vector environment of single environments, each behind an `EnvironmentServer`.
 
-    `step` and `reset` return the same arrays of observations each time.
-
-    Args:
-        like: The first environment, or its `Description`.
-        num_envs: Number of environments `B`.
-        mode: When the environments are reset.
+    `step` and `reset` return the same arrays of observations each time. `each` has the environments, or the
+    `Description` of each; if their spaces differ, a `RuntimeError` is raised.
 
     Attributes:
         observations: Arrays `[B, ...]`.
@@ -124,13 +116,17 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
     observations: Nested
     steps_ahead = False
 
-    def __init__(self, like: Any, num_envs: int, mode: AutoresetMode) -> None:  # noqa: ANN401
-        self.num_envs = num_envs
-        self.metadata = {**like.metadata, "autoreset_mode": mode}
+    def __init__(self, each: Sequence[Any]) -> None:
+        like, self.num_envs = each[0], len(each)
+        for index, one in enumerate(each):
+            for name in ("observation_space", "action_space"):
+                if (other := getattr(one, name)) != (expected := getattr(like, name)):
+                    raise RuntimeError(f"environment {index} has {name}={other}, expected {expected} as environment 0")
+        self.metadata = {**like.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
         self.render_mode = like.render_mode
         self.single_observation_space, self.single_action_space = like.observation_space, like.action_space
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.tracker = EpisodeTracker([], None)
         self.settings: EnvSettings = {}, {}
 
@@ -142,14 +138,6 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
         """Replace a lost worker; return the first observation and `info` of the next episode."""
         raise NotImplementedError
 
-    def check_spaces(self, each: Iterable[Any]) -> None:
-        """Raise a `RuntimeError` unless all environments, or their descriptions, have the same spaces."""
-        expected = {"observation_space": self.single_observation_space, "action_space": self.single_action_space}
-        for index, one in enumerate(each):
-            for name, space in expected.items():
-                if (other := getattr(one, name)) != space:
-                    raise RuntimeError(f"environment {index} has {name}={other}, expected {space} as environment 0")
-
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
         taken = enumerate(iterate(self.action_space, actions))
         outcomes = self.ask({index: ("step", action) for index, action in taken})
@@ -159,14 +147,8 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         seeds = seed if isinstance(seed, list) else [None if seed is None else seed + i for i in range(self.num_envs)]
-        chosen = np.ones(self.num_envs, bool)
-        if options is not None and "reset_mask" in options:
-            chosen = options["reset_mask"]
-            options = {key: value for key, value in options.items() if key != "reset_mask"}
-        messages = {i: ("reset", {"seed": seeds[i], "options": options}) for i in np.flatnonzero(chosen).tolist()}
-        infos: list[dict[str, Any]] = [{}] * self.num_envs
-        for index, info in zip(messages, self.ask(messages), strict=True):
-            infos[index] = self.replace(index)[1] if info is None else info
+        answers = self.ask({index: ("reset", {"seed": seed, "options": options}) for index, seed in enumerate(seeds)})
+        infos = [self.replace(index)[1] if info is None else info for index, info in enumerate(answers)]
         return self.observations, batch_infos(infos)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:  # noqa: ANN401
@@ -222,12 +204,11 @@ def together(outcomes: Sequence[Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
 class LocalVectorEnv(EnvironmentPool):
     """Steps environments one after another in this process."""
 
-    def __init__(self, factories: Sequence[Factory], mode: AutoresetMode) -> None:
+    def __init__(self, factories: Sequence[Factory]) -> None:
         self.envs = [make() for make in factories]
-        super().__init__(self.envs[0], len(self.envs), mode)
-        self.check_spaces(self.envs)
+        super().__init__(self.envs)
         self.observations = create_empty_array(self.single_observation_space, self.num_envs)
-        self._servers = [EnvironmentServer(env, i, mode, self.observations) for i, env in enumerate(self.envs)]
+        self._servers = [EnvironmentServer(env, index, self.observations) for index, env in enumerate(self.envs)]
 
     def ask(self, messages: Mapping[int, Message]) -> list[Any]:
         return [self._servers[index].answer(*message) for index, message in messages.items()]

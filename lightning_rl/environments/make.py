@@ -16,11 +16,11 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.envs.registration import EnvSpec, load_env_creator
-from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing, VectorGameScore, sign
-from lightning_rl.environments.batch import EnvironmentBatch, Factory, LocalVectorEnv, NativeCartPole
+from lightning_rl.environments.batch import EnvironmentBatch, LocalVectorEnv, NativeCartPole
 from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, role_prefix, summary
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.environments.registry import (
@@ -35,7 +35,7 @@ from lightning_rl.environments.registry import (
 from lightning_rl.environments.rendering import Camera, check_renders, prepare_rendering, steps_per_second
 from lightning_rl.environments.spec import WRAPPERS, EnvironmentSpec
 from lightning_rl.environments.tensor_batch import AsArrays, TensorEnvironments
-from lightning_rl.environments.workers import DescribedVector, Description, WorkerPool, describe
+from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.environments.wrappers.action_repeat import (
     ActionRepeat,
     LearnedActionRepeat,
@@ -57,8 +57,6 @@ def make_environments(
     spec: EnvironmentSpec,
     num_envs: int,
     seeds: list[int],
-    autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP,
-    space_pair: Spaces | None = None,
 ) -> EnvironmentBatch:
     """Make `num_envs` environments. Only the training environments of the backend `torch` are `TensorEnvironments`.
 
@@ -67,35 +65,27 @@ def make_environments(
         num_envs: Number of environments.
         seeds: Seed of each environment's stream of episodes. Native environments with a single random generator (all
             but Atari) use the first one.
-        autoreset_mode: For the backends `sync` and `async`; `env.on_failure="restart"` requires `SAME_STEP`.
-        space_pair: The result of `spaces_of`; without it `async` reads the spaces again.
 
     Raises:
         ConfigurationError: The id is unknown, a package is missing, or an option does not fit the backend.
-        EnvironmentFailure: A worker process, or the environment that reads the spaces, failed.
+        EnvironmentFailure: A worker process failed.
     """
     import_modules(spec.env.imports)
     if spec.backend in ("native", "torch", "envpool"):
         return _make_vectorized(spec, num_envs, seeds)
     gym_spec = _find_single(spec)
     atari = _atari_options(spec, gym_spec)
-    assert spec.env.on_failure == "raise" or autoreset_mode is AutoresetMode.SAME_STEP
     if spec.filmed:
         prepare_rendering()
     env_wrappers, vector_wrappers = _split_wrappers(spec)
     factories = [functools.partial(make_single, spec, gym_spec, env_wrappers, index) for index in range(num_envs)]
     env: VectorEnv[Any, Any, Any]
     if spec.backend == "sync":
-        env = LocalVectorEnv(factories, autoreset_mode)
+        env = LocalVectorEnv(factories)
     else:
-        # `space_pair` has the spaces outside of vector wrappers, which may differ from the spaces inside.
-        if space_pair is None or vector_wrappers or spec.changes_observations:
-            described = _describe(spec, factories[0])
-        else:
-            described = Description(*space_pair, metadata={}, render_mode=None)
+        timeout = spec.env.step_timeout or DEFAULT_STEP_TIMEOUT
         try:
-            replaces = spec.env.on_failure == "restart"
-            env = WorkerPool(factories, autoreset_mode, _timeout(spec), described, replaces)
+            env = WorkerPool(factories, timeout, spec.env.on_failure == "restart")
         except WorkerFailure as error:
             raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
     env = _wrap_vector(spec.wrap_vector(env, _clips(atari)), vector_wrappers)
@@ -226,36 +216,10 @@ def _place(error: BaseException) -> str:
 
 
 def spaces_of(spec: EnvironmentSpec) -> Spaces:
-    """Return the observation and the action space of one environment; raises as `make_environments`.
-
-    With `async`, another process makes the environment, with `env.step_timeout` as time limit.
-    """
-    if spec.backend == "async":
-        import_modules(spec.env.imports)
-        env_wrappers, vector_wrappers = _split_wrappers(spec)
-        if not vector_wrappers:
-            described = _describe(spec, functools.partial(make_single, spec, _find_single(spec), env_wrappers))
-            env = spec.wrap_vector(DescribedVector(described))
-            return env.single_observation_space, env.single_action_space
+    """Return the observation and the action space of one environment; raises as `make_environments`."""
     environment = make_environments(spec, 1, [0])
-    try:
-        environment.close()
-    except EnvironmentFailure as error:
-        cause = error.__cause__ or error
-        raise EnvironmentFailure(f"{_reader(spec)} raised in close: {summary(cause)}") from cause
+    environment.close()
     return environment.single_observation_space, environment.single_action_space
-
-
-def _describe(spec: EnvironmentSpec, make: Factory) -> Description:
-    return describe(make, _reader(spec), _timeout(spec))
-
-
-def _reader(spec: EnvironmentSpec) -> str:
-    return f"the {role_prefix(spec.evaluation)}environment that reads the spaces of {spec.env_id}"
-
-
-def _timeout(spec: EnvironmentSpec) -> float:
-    return spec.env.step_timeout or DEFAULT_STEP_TIMEOUT
 
 
 def _find_single(spec: EnvironmentSpec) -> EnvSpec:

@@ -210,10 +210,6 @@ class EnvironmentSpec:
         """The function that scales and clips training rewards; None without such options."""
         return make_reward_transform(self.env.reward_scale, self.env.reward_clip)
 
-    @property
-    def changes_observations(self) -> bool:
-        return any(getattr(self.env, name) for name in _OF_OBSERVATIONS)
-
     def wrap(self, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
         """Apply the options of rewards, and `ReadMasks`, to one environment that has the user's wrappers."""
         if self.reward_transform is not None and not self.evaluation:

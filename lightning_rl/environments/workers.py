@@ -17,14 +17,9 @@ from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import (
-    CloudpickleWrapper,
-    clear_mpi_env_vars,
-    create_shared_memory,
-    iterate,
-    read_from_shared_memory,
-)
+import torch
+from gymnasium.vector.utils import CloudpickleWrapper, clear_mpi_env_vars, iterate
+from torch import Tensor
 
 from lightning_rl.environments.batch import ChooseAhead, EnvironmentPool, EnvironmentServer, Factory, Message, together
 from lightning_rl.environments.contract import (
@@ -36,7 +31,7 @@ from lightning_rl.environments.contract import (
     WorkerFailure,
     give_up,
 )
-from lightning_rl.nested import map_leaves
+from lightning_rl.nested import Nested, map_leaves, map_space
 
 # Seconds that all workers together have to close their environments before they are killed.
 _GRACE = 5.0
@@ -59,42 +54,27 @@ class WorkerPool(EnvironmentPool):
 
     Observations live in shared memory: `step` and `reset` return the same arrays each time. A worker that dies, hangs
     or raises closes the pool. With `replaces_workers` a new process replaces a dead or hanging worker: the step has no
-    outcome, and the next episode of the environment's stream begins. Replacement needs `RestartingEpisodes` and
-    `SAME_STEP` mode.
+    outcome, and the next episode of the environment's stream begins. Replacement needs `RestartingEpisodes`.
 
     Args:
-        factories: Make the environments, one per worker.
-        autoreset_mode: When the workers reset their environments.
+        factories: Make the environments, one per worker; this process makes no environment.
         timeout: Maximum seconds to make an environment, and for each step, reset or call.
-        described: The spaces of each environment; this process makes no environment.
 
     Attributes:
         choose_ahead: Chooses the next actions of the first half of the environments while the second half still steps,
             in the next call of `step`; the call after that ignores the actions of the first half.
     """
 
-    def __init__(
-        self,
-        factories: Sequence[Factory],
-        autoreset_mode: AutoresetMode,
-        timeout: float,
-        described: Description,
-        replaces_workers: bool = False,
-    ) -> None:
-        super().__init__(described, len(factories), autoreset_mode)
+    def __init__(self, factories: Sequence[Factory], timeout: float, replaces_workers: bool = False) -> None:
+        self.num_envs = len(factories)
         self.timeout = timeout
         self._factories = factories
-        self._mode = autoreset_mode
         self._replaces_workers = replaces_workers
         # Exit codes of lost workers; None if a worker hung.
         self._lost: dict[int, str | None] = {}
         self._losses_in_a_row = [0] * self.num_envs
-        self._shared = create_shared_memory(self.single_observation_space, self.num_envs)
-        self.observations = read_from_shared_memory(self.single_observation_space, self._shared, self.num_envs)
-        # Returned by steps in halves, whose first half already writes its next observations to shared memory.
-        self._kept = map_leaves(np.array, self.observations)
         self.choose_ahead: ChooseAhead | None = None
-        self.steps_ahead = autoreset_mode is AutoresetMode.SAME_STEP and self.num_envs > 1
+        self.steps_ahead = self.num_envs > 1
         self._ahead = range(0)  # environments that already run the next step
         self.processes: list[Any] = [None] * self.num_envs
         self.pipes: list[Any] = [None] * self.num_envs
@@ -104,7 +84,13 @@ class WorkerPool(EnvironmentPool):
             found = self._ask(dict.fromkeys(range(self.num_envs), ("describe",)))
             if self._lost:
                 raise self._failure(self._lost)
-            self.check_spaces(one.fn for one in found)
+            super().__init__([one.fn for one in found])
+            self._memory = map_space(self._allocate, self.single_observation_space)
+            self.observations = as_arrays(self._memory, self.single_observation_space)
+            for index in range(self.num_envs):
+                self._share(index)
+        # Returned by steps in halves, whose first half already writes its next observations to shared memory.
+        self._kept = map_leaves(np.array, self.observations)
         # Runs before multiprocessing sends SIGTERM, which the workers ignore, and waits for them.
         self._at_exit = functools.partial(kill, self.processes)
         atexit.register(self._at_exit)
@@ -145,6 +131,7 @@ class WorkerPool(EnvironmentPool):
                 if self._losses_in_a_row[index] > MAX_RESTARTS_IN_A_ROW:
                     give_up(EnvironmentFailure(failures[-1]))
                 self._start(index)
+                self._share(index)
                 arguments = {"stream_seed": stream_seed, "episode": episode, "settings": self.settings}
                 self._send({index: ("next_episode", arguments)})
                 (info,) = self._answers([index])
@@ -193,8 +180,21 @@ class WorkerPool(EnvironmentPool):
         return outcomes
 
     def _start(self, index: int) -> None:
-        shared = self._shared, self.num_envs
-        self.pipes[index], self.processes[index] = start(index, self._factories[index], self._mode, shared)
+        self.pipes[index], child_pipe = multiprocessing.Pipe()
+        args = index, CloudpickleWrapper(self._factories[index]), child_pipe
+        self.processes[index] = multiprocessing.Process(target=_work, args=args, name=f"Worker-{index}", daemon=True)
+        with signals_waiting(), clear_mpi_env_vars():
+            self.processes[index].start()
+        child_pipe.close()
+
+    def _allocate(self, space: gymnasium.Space[Any]) -> Tensor:
+        """Return shared memory for the observations `[B, ...]` of a leaf, in bytes."""
+        size = np.zeros((self.num_envs, *(space.shape or ())), space.dtype).nbytes
+        return torch.zeros(size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call, no-any-return]
+
+    def _share(self, index: int) -> None:
+        with contextlib.suppress(OSError):  # the next message finds that the worker has ended
+            self.pipes[index].send(("share", self._memory))
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -231,9 +231,9 @@ class WorkerPool(EnvironmentPool):
         if index in self._lost:
             return None
         try:
-            answer = receive(self.pipes[index], deadline - time.monotonic())
-        except TimeoutError:
-            return self._lose(index, hangs=True)
+            if not self.pipes[index].poll(max(0.0, deadline - time.monotonic())):
+                return self._lose(index, hangs=True)
+            answer = pickle.loads(self.pipes[index].recv_bytes())
         except (EOFError, OSError):
             return self._lose(index)
         if isinstance(answer, Failure):
@@ -263,38 +263,30 @@ def send(pipe: Any, message: Any) -> None:  # noqa: ANN401 - a connection, and a
     pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
-def receive(pipe: Any, seconds: float) -> Any:  # noqa: ANN401
-    """Return an answer or `Failure`; raise a `TimeoutError` after `seconds`, other errors if the process has ended."""
-    if not pipe.poll(max(0.0, seconds)):
-        raise TimeoutError
-    return pickle.loads(pipe.recv_bytes())
+def as_arrays(memory: Nested, space: gymnasium.Space[Any]) -> Nested:
+    """Return the arrays `[B, ...]` of a space in shared memory."""
+
+    def view(leaf: gymnasium.Space[Any], bytes_: Tensor) -> Any:  # noqa: ANN401 - an array
+        return bytes_.numpy().view(np.zeros(0, leaf.dtype).dtype).reshape(-1, *(leaf.shape or ()))
+
+    return map_leaves(view, map_space(lambda leaf: leaf, space), memory)
 
 
-def start(index: int, make: Factory, mode: AutoresetMode, shared: Any = None) -> tuple[Any, Any]:  # noqa: ANN401
-    """Start a process for one environment; return the pipe to it, and the process."""
-    pipe, child_pipe = multiprocessing.Pipe()
-    args = index, CloudpickleWrapper(make), mode, shared, child_pipe
-    process = multiprocessing.Process(target=_work, args=args, name=f"Worker-{index}", daemon=True)
-    with signals_waiting(), clear_mpi_env_vars():
-        process.start()
-    child_pipe.close()
-    return pipe, process
-
-
-def _work(index: int, make: Factory, mode: AutoresetMode, shared: Any, pipe: Any) -> None:  # noqa: ANN401
+def _work(index: int, make: Factory, pipe: Any) -> None:  # noqa: ANN401 - a connection
     """Answer the messages of `EnvironmentServer`, and `("describe",)`, until `("close",)` or a failure.
 
-    `shared` is the memory for observations and the number of environments.
+    `("share", memory)`, which has no answer, brings the memory for observations.
     """
     live_with_parent()
     env, name = None, ""
     try:
         env = make()
-        observations = None if shared is None else read_from_shared_memory(env.observation_space, *shared)
-        server = EnvironmentServer(env, index, mode, observations)
         while name != "close":
             name, *arguments = pickle.loads(pipe.recv_bytes())
             answer: Any = None
+            if name == "share":
+                server = EnvironmentServer(env, index, as_arrays(arguments[0], env.observation_space))
+                continue
             if name == "close":
                 env.close()
             elif name == "describe":
@@ -365,43 +357,3 @@ def kill(processes: Iterable[Any]) -> None:
         process.kill()
     for process in alive:
         process.join(1.0)
-
-
-class DescribedVector(VectorEnv[Any, Any, Any]):
-    """A vector environment that has only spaces; vector wrappers show how they change them."""
-
-    def __init__(self, described: Description) -> None:
-        self.num_envs = 1
-        self.metadata = described.metadata | {"autoreset_mode": AutoresetMode.SAME_STEP}
-        self.single_observation_space, self.single_action_space = described.observation_space, described.action_space
-
-
-def describe(make: Factory, who: str, timeout: float) -> Description:
-    """Make an environment in a new process, read its description and close it.
-
-    The environment has `timeout` seconds to be made, and to be closed; messages call it `who`. An invalid option raises
-    a `ConfigurationError`, an environment that raises, hangs or dies an `EnvironmentFailure`.
-    """
-    pipe, process = start(0, make, AutoresetMode.SAME_STEP)
-
-    def ask(name: str, hung: str, raised: str) -> Any:  # noqa: ANN401
-        try:
-            send(pipe, (name,))
-            answer = receive(pipe, timeout)
-        except TimeoutError:
-            raise EnvironmentFailure(f"{who} {hung} within env.step_timeout={timeout:g} seconds") from None
-        except (EOFError, OSError) as gone:
-            process.join(1.0)  # a pipe closes a little before its process ends
-            raise EnvironmentFailure(f"{who} is gone: its process died with exit code {process.exitcode}") from gone
-        if isinstance(answer, Failure):
-            raise answer.to_error("its process", lambda text: EnvironmentFailure(f"{who} raised {raised}: {text}"))
-        return answer
-
-    try:
-        described: Description = ask("describe", "was not made", "when it was made").fn
-        ask("close", "did not close", "in close")
-        process.join(1.0)
-    finally:
-        kill([process])
-        pipe.close()
-    return described

@@ -17,7 +17,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode
 
 from lightning_rl import PPO, RolloutDataModule
-from lightning_rl.environments import EnvConfig, EnvironmentFailure, EnvironmentSpec, make_environments, spaces_of
+from lightning_rl.environments import EnvConfig, EnvironmentFailure, EnvironmentSpec, make_environments
 from lightning_rl.environments.contract import EVALUATION, derive_seed
 from lightning_rl.environments.workers import send
 from lightning_rl.validation import ConfigurationError
@@ -227,23 +227,33 @@ class FailsToClose(gymnasium.Wrapper):
         os._exit(9)
 
 
-READS = "the environment that reads the spaces of Probe/Counter-v0"
-
-
 @linux
 @pytest.mark.parametrize(
     ("backend", "how", "where", "message"),
     [
-        ("sync", "raise", "close", f"{READS} raised in close: OSError: the port is taken"),
-        ("sync", "SystemExit", "close", f"{READS} raised in close: SystemExit: 0"),
-        ("async", "raise", "close", f"{READS} raised in close: OSError: the port is taken"),
-        ("async", "SystemExit", "close", f"{READS} raised in close: SystemExit: 0"),
-        ("async", "hang", "close", f"{READS} did not close within env.step_timeout=0.5 seconds"),
-        ("async", "hang", "reset", f"{READS} was not made within env.step_timeout=0.5 seconds"),
-        ("async", "die", "close", f"{READS} is gone: its process died with exit code 9"),
+        ("sync", "raise", "close", "the environments raised in close: OSError: the port is taken (step 0, seeds 0)"),
+        ("sync", "SystemExit", "close", "the environments raised in close: SystemExit: 0 (step 0, seeds 0)"),
+        (
+            "async",
+            "raise",
+            "reset",
+            "an environment raised in the reset that shows its action masks: OSError: the port is taken",
+        ),
+        (
+            "async",
+            "hang",
+            "reset",
+            "environment 0 gave no answer within env.step_timeout=0.5 seconds, before its first step",
+        ),
+        (
+            "async",
+            "die",
+            "reset",
+            "environment 0 is gone: its worker process died with exit code 9, before its first step",
+        ),
     ],
 )
-def test_environment_that_reads_the_spaces_has_a_time_limit(backend, how, where, message):
+def test_environment_that_cannot_show_its_spaces_is_named(backend, how, where, message):
     wrapper = {"class_path": f"{__name__}.FailsToClose", "init_args": {"how": how, "where": where}}
     timeout, mask = 0.5 if backend == "async" else None, "info.mask" if where == "reset" else None
     env = {"wrappers": [wrapper], "step_timeout": timeout, "action_mask": mask}
@@ -252,6 +262,16 @@ def test_environment_that_reads_the_spaces_has_a_time_limit(backend, how, where,
     with pytest.raises(EnvironmentFailure) as caught:
         _ = data.observation_space
     assert str(caught.value) == message and time.perf_counter() - start < 5
+    assert not children_of(os.getpid())
+
+
+@linux
+@pytest.mark.parametrize("how", ["raise", "hang", "die"])
+def test_worker_that_fails_to_close_does_not_outlive_the_reading_of_the_spaces(how, monkeypatch):
+    monkeypatch.setattr("lightning_rl.environments.workers._GRACE", 0.3)
+    wrapper = {"class_path": f"{__name__}.FailsToClose", "init_args": {"how": how}}
+    data = RolloutDataModule("Probe/Counter-v0", backend="async", env={"wrappers": [wrapper]})
+    assert data.action_space.n == 3
     assert not children_of(os.getpid())
 
 
@@ -316,16 +336,11 @@ def test_hanging_worker_is_named_within_the_time_limit_and_all_workers_end(at):
 @pytest.mark.parametrize("role", ["", "evaluation "])
 def test_worker_that_dies_in_the_constructor_is_an_error(role):
     wrapper = {"class_path": f"{__name__}.DiesInWorkers", "init_args": {"parent": os.getpid()}}
-    plain = EnvironmentSpec("Probe/Counter-v0", backend="async", evaluation=bool(role))
-    spec = replace(plain, env=EnvConfig(wrappers=[wrapper]))
-    with pytest.raises(
-        EnvironmentFailure, match=rf"^the {role}environment that reads the spaces .* died with exit code 7$"
-    ):
-        make_environments(spec, 2, [0, 1])
+    spec = EnvironmentSpec("Probe/Counter-v0", EnvConfig(wrappers=[wrapper]), "async", evaluation=bool(role))
     with pytest.raises(
         EnvironmentFailure, match=rf"^{role}environment 0, 1 is gone: .* exit code 7, 7, before its first step$"
     ):
-        make_environments(spec, 2, [0, 1], space_pair=spaces_of(plain))
+        make_environments(spec, 2, [0, 1])
 
 
 def test_worker_killed_from_outside_between_two_steps_is_named():

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from lightning_rl.environments.contract import batch_infos
-from lightning_rl.environments.workers import Description, WorkerPool
+from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.nested import leaves, map_leaves
 from tests.probes import make_batch
 
@@ -62,17 +62,11 @@ class Talkative(gymnasium.Env[np.ndarray, int]):
 def pair(request):
     """Return Gymnasium's `SyncVectorEnv`, and the pool."""
 
-    def make(mode=AutoresetMode.SAME_STEP):
-        factories = [functools.partial(Talkative, place) for place in range(3)]
-        described = Description(
-            Talkative.observation_space, Talkative.action_space, Talkative.metadata, Talkative.render_mode
-        )
-        both = SyncVectorEnv(factories, autoreset_mode=mode), WorkerPool(factories, mode, 20.0, described)
-        for env in both:
-            request.addfinalizer(env.close)
-        return both
-
-    return make
+    factories = [functools.partial(Talkative, place) for place in range(3)]
+    both = SyncVectorEnv(factories, autoreset_mode=AutoresetMode.SAME_STEP), WorkerPool(factories, 20.0)
+    for env in both:
+        request.addfinalizer(env.close)
+    return both
 
 
 def described(x: Any) -> Any:
@@ -85,9 +79,8 @@ def described(x: Any) -> Any:
     return str(x.dtype), x.shape, [described(one) if isinstance(one, dict) else str(one) for one in x.flatten()]
 
 
-@pytest.mark.parametrize("mode", AutoresetMode)
-def test_pool_equals_sync_vector_env_of_gymnasium(pair, mode):
-    local, pool = pair(mode)
+def test_pool_equals_sync_vector_env_of_gymnasium(pair):
+    local, pool = pair
     assert pool.metadata == local.metadata and pool.render_mode == "rgb_array"
     assert (pool.observation_space, pool.action_space) == (local.observation_space, local.action_space)
     for seed in (None, 7, [3, 4, 5]):
@@ -95,13 +88,10 @@ def test_pool_equals_sync_vector_env_of_gymnasium(pair, mode):
     for _ in range(12):
         one, other = (env.step(np.zeros(3, np.int64)) for env in (local, pool))
         assert described(other) == described(one)
-        if mode is AutoresetMode.DISABLED and (ended := one[2] | one[3]).any():
-            one, other = (env.reset(options={"reset_mask": ended.copy()}) for env in (local, pool))
-            assert described(other) == described(one)
 
 
 def test_pool_calls_methods_and_sets_attributes(pair):
-    local, pool = pair()
+    local, pool = pair
     assert pool.call("scaled", 2, plus=1) == local.call("scaled", 2, plus=1) == (1, 3, 5)
     assert pool.call_each("scaled", [(1,), (10, 5), (100,)]) == (0, 15, 200)
     assert pool.get_attr("place") == (0, 1, 2)
@@ -114,7 +104,7 @@ def test_pool_calls_methods_and_sets_attributes(pair):
 
 
 def test_closed_pool_raises(pair):
-    _, pool = pair()
+    _, pool = pair
     pool.close()
     with pytest.raises(gymnasium.error.ClosedEnvironmentError, match=r"WorkerPool\(num_envs=3\) is closed"):
         pool.reset()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from gymnasium import spaces
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 from torch import Tensor, nn
 
@@ -186,7 +185,6 @@ class ActorSetup:
     num_envs: int
     rollout_length: int
     info_keys: tuple[str, ...]
-    spaces: tuple[spaces.Space[Any], spaces.Space[Any]]
     seed: int
     rank: int
     start: int
@@ -208,7 +206,7 @@ class ActorSetup:
         sampler = Sampler(self.spec, self.num_envs, self.rollout_length, self.info_keys)
         sampler.set_env_settings(self.settings)
         try:
-            sampler.start(self.spaces, seed, 0, torch.device("cpu"), dtype)
+            sampler.start(seed, 0, torch.device("cpu"), dtype)
         except BaseException:
             sampler.close()
             raise
