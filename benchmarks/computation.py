@@ -16,7 +16,7 @@ from record import ROOT
 # Files and folders whose code only starts, displays, logs or exports a run.
 NOT_COMPUTING = {
     *("__init__", "__main__", "cli", "callbacks", "tools"),
-    *("observing", "warning_filters"),
+    "warning_filters",
 }
 
 

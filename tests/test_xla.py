@@ -15,8 +15,9 @@ from torch import nn
 from lightning_rl import EnvStepLimit, LastCheckpoint
 from lightning_rl.distributed import gather_on_rank_zero, gather_ranks, gather_rows, world_size
 from lightning_rl.policies.actor_critic import ActorCritic, copy_to_cpu
+from lightning_rl.rollouts.rollout import EpisodeSummary
 from lightning_rl.training.gradient_steps import step_where
-from lightning_rl.training.metrics import EpisodeStatistics
+from lightning_rl.training.metrics import LogWindow
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     DISCRETE,
@@ -105,7 +106,7 @@ def test_what_is_logged_does_not_go_to_the_device(monkeypatch):
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(LightningModule, "log", lambda self, name, value, **_: seen.append(value))
     model.metrics.logged(model, on_epoch=False)
-    model.metrics.eval_episodes.update([1.5], [3])
+    model.metrics.evaluation.add(EpisodeSummary([1.5], [3]), {}, {}, {})
     monkeypatch.setattr(LightningModule, "log_dict", lambda self, values, **_: seen.extend(values.values()))
     model.metrics.log_evaluation(model, "val")
     assert len(seen) > 3
@@ -196,13 +197,17 @@ def test_ranks_on_xla_devices_gather_rows_of_different_numbers(devices):
 
 def test_episode_statistics_are_over_all_xla_devices(devices):
     def statistics(rank: int) -> dict[str, float]:
-        metric = EpisodeStatistics()
-        metric.update([10.0, 30.0][: 2 * rank], [1, 3][: 2 * rank])
-        return metric.compute()
+        window = LogWindow()
+        window.add(EpisodeSummary([10.0, 30.0][: 2 * rank], [1, 3][: 2 * rank]), {}, {}, {})
+        return window.compute()
 
     one, other = devices.run(statistics)
     assert one == other
-    assert (one["episodes"], one["episode_return"], one["episode_return_max"]) == (2, 20.0, 30.0)
+    assert tuple(one[f"rollout/{name}"] for name in ("episodes", "episode_return", "episode_return_max")) == (
+        2,
+        20.0,
+        30.0,
+    )
 
 
 def test_rollouts_are_not_fetched_ahead_on_xla(monkeypatch):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Self, get_args
 
 import torch
-from gymnasium import spaces
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
@@ -34,7 +33,7 @@ from lightning_rl.checkpointing.warm_start import WarmStart, warm_start
 from lightning_rl.distributed import world_size
 from lightning_rl.environments.contract import MINIBATCHES, derive_seed
 from lightning_rl.files import check_intact, read_data
-from lightning_rl.nested import Nested, space_leaves
+from lightning_rl.nested import Nested
 from lightning_rl.options import (
     changed,
     default_groups,
@@ -52,7 +51,7 @@ from lightning_rl.policies.sharding import copy_whole, shard
 from lightning_rl.policies.values import on_rows
 from lightning_rl.rollouts.batch import Batch, set_global_weights
 from lightning_rl.rollouts.replay import Replay
-from lightning_rl.rollouts.rollout import Episode, Rollout
+from lightning_rl.rollouts.rollout import Episode, EpisodeSummary, Rollout
 from lightning_rl.spaces import SpaceOrDict, space_from_dict
 from lightning_rl.training.advantages import AdvantageEstimator, explained_variance
 from lightning_rl.training.checks import (
@@ -79,10 +78,9 @@ from lightning_rl.training.config import (
 )
 from lightning_rl.training.gradient_steps import GradientSteps, NotFiniteError
 from lightning_rl.training.loss import Loss
-from lightning_rl.training.metrics import RolloutMetrics, StepMetric
+from lightning_rl.training.metrics import RolloutMetrics, StepMetric, action_saturation, log_histograms
 from lightning_rl.training.minibatches import Reduction
 from lightning_rl.training.normalizers import Normalizers, make_reward_normalizer
-from lightning_rl.training.observing import HistogramLogger, SaturationCheck
 from lightning_rl.training.optimizers import (
     adam,
     check_optimizers,
@@ -340,9 +338,7 @@ class OnPolicyAlgorithm(LightningModule):
         return on_rows(self.policy if policy is None else policy, batch)
 
     def on_pass_end(self, batch: Batch, name: str) -> None:
-        for callback in self.trainer.callbacks if self.options["debug.histograms"] else ():  # type: ignore[attr-defined]
-            if isinstance(callback, HistogramLogger):
-                callback.on_pass_end(self, batch, name)
+        log_histograms(self, batch, name)
 
     def scheduled(
         self, name: str, value: Scheduled, *, owner: object = None, option: str | None = None, **bounds: float | None
@@ -392,7 +388,7 @@ class OnPolicyAlgorithm(LightningModule):
             FloatingPointError: A loss term or gradient was not finite; it has not changed the parameters.
         """
         lag, start = self.clock.lag(rollout, self.learns_off_policy), time.perf_counter()
-        scheduled = self._begin_update(lag)
+        scheduled = self._begin_update(lag, rollout)
         profiled = self.trainer.profiler.profile("update")  # type: ignore[attr-defined]
         with suppress(NotFiniteError), profiled:
             self.update(rollout)
@@ -414,12 +410,13 @@ class OnPolicyAlgorithm(LightningModule):
         self.updating = False
         return {"losses": self.losses}
 
-    def _begin_update(self, lag: int) -> dict[str, float]:
+    def _begin_update(self, lag: int, rollout: Rollout) -> dict[str, float]:
         """Set scheduled options, and return the learning rates and scheduled options to log."""
         self.updating = True
         scheduled = self.schedules.apply(self, self.clock, [x.optimizer for x in self.steps.all_optimizers])
         rates = {name: x.param_groups[0]["lr"] for name, x in zip(RATES, self.steps.optimizers, strict=False)}
         self.steps.begin()
+        self.steps.observe(**action_saturation(self.policy, rollout))
         if self.learns_off_policy:
             self.steps.observe(policy_lag=torch.tensor(float(lag), device=self.device))
         for replay in self.replays.values():
@@ -594,11 +591,8 @@ class OnPolicyAlgorithm(LightningModule):
         if self.trainer.state.fn == "fit":
             refuse_automatic_optimization(self.trainer)
         present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        clips_actions = any(isinstance(leaf, spaces.Box) for leaf in space_leaves(self.action_space).values())
-        wanted: list[type[Callback]] = [SaturationCheck] if clips_actions else []
         # The guard comes after `StepMetric`: it may save a checkpoint, whose name contains `step`.
-        wanted += [StepMetric, InterruptionGuard]
-        wanted += [HistogramLogger] if self.options["debug.histograms"] else []
+        wanted: list[type[Callback]] = [StepMetric, InterruptionGuard]
         return [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in present)]
 
     def configure_model(self) -> None:
@@ -672,7 +666,8 @@ class OnPolicyAlgorithm(LightningModule):
             self.metrics.logged(self, bool(kwargs.get("on_epoch")))
 
     def validation_step(self, episodes: list[Episode], batch_idx: int) -> None:
-        self.metrics.eval_episodes.update([e.episode_return for e in episodes], [e.length for e in episodes])
+        summary = EpisodeSummary([e.episode_return for e in episodes], [e.length for e in episodes])
+        self.metrics.evaluation.add(summary, {}, {}, {})
 
     def test_step(self, episodes: list[Episode], batch_idx: int) -> None:
         self.validation_step(episodes, batch_idx)

@@ -24,7 +24,7 @@ from lightning_rl.policies.networks import network_to_plain_data
 from lightning_rl.policies.recurrent import MemoryOptions
 from lightning_rl.spaces import differing, space_to_dict
 from lightning_rl.training.config import AdvantageConfig, DebugConfig, NormalizationConfig, OptimizerConfig
-from lightning_rl.training.observing import histogram_loggers
+from lightning_rl.training.metrics import histogram_loggers
 from lightning_rl.training.optimizers import (
     SCHEDULER,
     AdaptiveLearningRate,

@@ -80,7 +80,6 @@ class GradientSteps:
         self.rollback = False
         self.num_sets = 1
         self.failed_minibatch: FailedMinibatch | None = None
-        self._noted: dict[str, Tensor] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -100,12 +99,6 @@ class GradientSteps:
         self.engine = fast.engine_for(self.model) or EagerEngine()
         scaler = _scaler(self.model.trainer)
         self._scales_up = scaler is not None and scaler.get_scale() > 1
-        self.observe(**self._noted)
-        self._noted = {}
-
-    def note(self, **terms: Tensor) -> None:
-        """Record scalars with the updates that start next."""
-        self._noted |= terms
 
     def observe(self, **terms: Tensor | float) -> None:
         """Record scalars that may be NaN or infinite."""

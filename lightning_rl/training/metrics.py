@@ -1,4 +1,4 @@
-"""Logged values: episode statistics, means of the updates, and times, against environment steps."""
+"""Logged values: episode statistics, means of the updates, times, and histograms, against environment steps."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import copy
 import functools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from gymnasium import spaces
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 
 from lightning_rl.distributed import all_reduce, exact_dtype, world_size
+from lightning_rl.nested import leaves, map_leaves, space_leaves
+from lightning_rl.policies.sharding import whole
+from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
 
 _CPU = torch.device("cpu")
-_LARGEST = ("train/policy_lag_max",)
-"""Counts of which the largest is logged, not the sum."""
-
-
-def _add_up(total: float, values: Iterable[float]) -> float:
-    """Add values one by one, so that rounding does not depend on how they are grouped."""
-    return functools.reduce(operator.add, map(float, values), total)
+_LARGE_SATURATION = 0.1
+# New policies have a large standard deviation, which shrinks in the first rollouts.
+_FIRST_ROLLOUTS = 10
 
 
 def _over_ranks(values: Sequence[float], operation: Literal["sum", "max"], device: torch.device) -> list[float]:
@@ -32,42 +34,11 @@ def _over_ranks(values: Sequence[float], operation: Literal["sum", "max"], devic
     return all_reduce(torch.tensor(values, dtype=exact_dtype(device), device=device), operation).tolist()
 
 
-class EpisodeStatistics:
-    """Mean, minimum and maximum of returns and lengths of finished episodes, over all ranks."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.sums = [0.0] * 3  # of ones, returns and lengths
-        self.maxima = [-math.inf] * 4  # of returns, lengths, and both with the opposite sign
-
-    def update(self, returns: Sequence[float], lengths: Sequence[int]) -> None:
-        if returns:
-            columns = ([1.0] * len(returns), returns, lengths)
-            self.sums = [_add_up(total, values) for total, values in zip(self.sums, columns, strict=True)]
-            largest = (max(returns), max(lengths), -min(returns), -min(lengths))
-            self.maxima = [max(old, float(new)) for old, new in zip(self.maxima, largest, strict=True)]
-
-    def compute(self, device: torch.device = _CPU) -> dict[str, float]:
-        """Return `episode_return`, `episode_length`, both with `_min` and `_max`, and `episodes`; {} without any.
-
-        A collective call with tensors on `device`.
-        """
-        count, *sums = _over_ranks(self.sums, "sum", device)
-        largest = _over_ranks(self.maxima, "max", device)
-        if not count:
-            return {}
-        result = {"episodes": count}
-        for k, name in enumerate(("episode_return", "episode_length")):
-            result |= {name: sums[k] / count, f"{name}_min": -largest[k + 2], f"{name}_max": largest[k]}
-        return result
-
-
 class LogWindow:
     """Statistics of all rollouts since the last log, which began at `since` environment steps, over all ranks.
 
-    `means` has sum and number of the values of each scalar, `counts` sums and maxima, both by logged name.
+    `means` and `counts` have sum and number of the values of each logged name, `maxima` the largest value, or for a
+    minimum the smallest value with the opposite sign.
     """
 
     def __init__(self) -> None:
@@ -76,46 +47,65 @@ class LogWindow:
     def begin(self, env_steps: int) -> None:
         """Start an empty window at an environment step."""
         self.since, self.num_rollouts = env_steps, 0
-        self.episodes = EpisodeStatistics()
         self.means: dict[str, list[float]] = {}
-        self.counts: dict[str, float] = {}
+        self.counts: dict[str, list[float]] = {}
+        self.maxima: dict[str, float] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether the window has no rollout; equal on all ranks."""
         return not self.num_rollouts
 
-    def add(self, episodes: EpisodeSummary, scalars: Mapping[str, Sequence[float]], counts: Mapping[str, int]) -> None:
-        """Add episodes, any number of values for each mean, and counts of this rank; all ranks use the same names."""
+    def add(
+        self,
+        episodes: EpisodeSummary,
+        means: Mapping[str, Sequence[float]],
+        counts: Mapping[str, float],
+        maxima: Mapping[str, float],
+    ) -> None:
+        """Add episodes, any number of values for each mean, counts and maxima of this rank.
+
+        All ranks use the same names.
+        """
         self.num_rollouts += 1
-        self.episodes.update(episodes.returns, episodes.lengths)
-        for name, values in scalars.items():
-            total, count = self.means.get(name, (0.0, 0))
-            self.means[name] = [_add_up(total, values), count + len(values)]
-        for name, value in counts.items():
-            old = self.counts.get(name, 0)
-            self.counts[name] = max(old, value) if name in _LARGEST else old + value
+        of_episodes = {"rollout/episode_return": episodes.returns, "rollout/episode_length": episodes.lengths}
+        _add_up(self.means, {**means, **of_episodes})
+        _add_up(self.counts, {name: [value] for name, value in counts.items()})
+        _add_up(self.counts, {"rollout/episodes": [1.0] * len(episodes.returns)})
+        largest = {f"{name}_max": max(values, default=-math.inf) for name, values in of_episodes.items()}
+        largest |= {f"{name}_min": -min(values, default=math.inf) for name, values in of_episodes.items()}
+        for name, value in (largest | {**maxima}).items():
+            self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
 
     def compute(self, device: torch.device = _CPU) -> dict[str, float]:
-        """Return means, episode statistics and counts by logged name; a collective call with tensors on `device`."""
-        names, counted = sorted(self.means), sorted(self.counts)  # ranks add their vectors entry by entry
-        sums = [x for name in names for x in self.means[name]] + [self.counts[name] for name in counted]
-        sums = _over_ranks(sums, "sum", device)
-        means = {name: sums[2 * k] / sums[2 * k + 1] for k, name in enumerate(names) if sums[2 * k + 1]}
-        counts = dict(zip(counted, map(float, sums[2 * len(names) :]), strict=True))
-        largest = [name for name in counted if name in _LARGEST]
-        counts |= zip(largest, _over_ranks([self.counts[name] for name in largest], "max", device), strict=True)
-        return means | {f"rollout/{name}": value for name, value in self.episodes.compute(device).items()} | counts
+        """Return the statistics that have a value by logged name; a collective call with tensors on `device`."""
+        # Ranks add their vectors entry by entry, so the names are sorted.
+        names = [(kind, name) for kind in (self.means, self.counts) for name in sorted(kind)]
+        largest = sorted(self.maxima)
+        sums = _over_ranks([x for kind, name in names for x in kind[name]], "sum", device)
+        result = {}
+        for (kind, name), total, count in zip(names, sums[::2], sums[1::2], strict=True):
+            if count:
+                result[name] = total / count if kind is self.means else total
+        for name, value in zip(largest, _over_ranks([self.maxima[x] for x in largest], "max", device), strict=True):
+            if value > -math.inf:
+                result[name] = -value if name.endswith("_min") else value
+        return result
 
     def snapshot(self) -> dict[str, Any]:
         """Return the statistics of this rank as plain values."""
-        own = {"since": self.since, "num_rollouts": self.num_rollouts, "means": self.means, "counts": self.counts}
-        return copy.deepcopy(own | {"episodes": vars(self.episodes)})
+        names = ("since", "num_rollouts", "means", "counts", "maxima")
+        return {name: copy.deepcopy(getattr(self, name)) for name in names}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        given = copy.deepcopy({**snapshot})
-        vars(self.episodes).update(given.pop("episodes"))
-        vars(self).update(given)
+        vars(self).update(copy.deepcopy({**snapshot}))
+
+
+def _add_up(sums: dict[str, list[float]], values: Mapping[str, Sequence[float]]) -> None:
+    """Add values one by one, so that rounding does not depend on how they are grouped."""
+    for name, some in values.items():
+        total, count = sums.get(name, (0.0, 0))
+        sums[name] = [functools.reduce(operator.add, map(float, some), total), count + len(some)]
 
 
 _IN_PROGRESS_BAR = ("rollout/episode_return", "time/steps_per_second")
@@ -127,9 +117,9 @@ class RolloutMetrics(LogWindow):
     def __init__(self) -> None:
         super().__init__()
         self.prefix = "train"
-        self.eval_episodes = EpisodeStatistics()
+        self.evaluation = LogWindow()
         self._logs_steps = self._logs_epochs = False
-        self._clock_will_move = False
+        self._clock_will_move = self._has_warned = False
 
     # ------------------------------------------------------------------ rollouts
 
@@ -140,10 +130,29 @@ class RolloutMetrics(LogWindow):
         scalars |= {f"rollout/{key}": values for key, values in rollout.infos.items()}
         scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
         scalars |= {f"time/{part}_seconds": [spent] for part, spent in rollout.parts_of_seconds.items()}
-        self.add(rollout.episodes, scalars, _counts_of(rollout, clock.policy_version))
+        # The version includes the update from this rollout.
+        lag = (
+            {} if rollout.actor is None else {"train/policy_lag_max": clock.policy_version - 1 - rollout.policy_version}
+        )
+        self.add(rollout.episodes, scalars, _counts_of(rollout), lag)
         over = clock.planned_env_steps is not None and clock.env_steps >= clock.planned_env_steps
         if log_is_due(model.trainer) or (over and interval):
             self._log(model)
+        self.warn_of_saturation(means.get("action_saturation", 0.0), clock.policy_version - 1, model.action_space)
+
+    def warn_of_saturation(self, share: float, number: int, space: spaces.Space[Any]) -> None:
+        """Warn once if the environment clips more than a tenth of the actions, except in the first rollouts."""
+        if self._has_warned or share <= _LARGE_SATURATION or number < _FIRST_ROLLOUTS:
+            return
+        self._has_warned = True
+        parts = [path for path, leaf in space_leaves(space).items() if path and isinstance(leaf, spaces.Box)]
+        where = f" for {', '.join(map(repr, parts))}" if parts else ""
+        rank_zero_warn(
+            f"{share:.0%} of the action components in rollout {number} lie outside the bounds of the space, and the "
+            "environment clips them, so that different actions have the same effect: lower initial_log_std, or set "
+            f"policy.action_distribution to 'squashed_gaussian' or 'beta'{where}, which need finite bounds. "
+            "The share is logged as action_saturation"
+        )
 
     def show_unlogged(self, trainer: Trainer) -> None:
         """Show unlogged values to callbacks that monitor them, such as `EarlyStopping`; a collective call."""
@@ -169,8 +178,8 @@ class RolloutMetrics(LogWindow):
 
     def log_evaluation(self, model: Any, stage: str) -> None:  # noqa: ANN401
         device = _log_device(model)
-        values = {f"{stage}/{name}": value for name, value in self.eval_episodes.compute(device).items()}
-        self.eval_episodes.reset()
+        values = {name.replace("rollout", stage): value for name, value in self.evaluation.compute(device).items()}
+        self.evaluation.begin(0)
         model.log_dict({name: torch.tensor(value, device=device) for name, value in values.items()})
         model.log("step", _clock_of(model), reduce_fx="max")
 
@@ -209,13 +218,11 @@ def log_is_due(trainer: Trainer) -> bool:
     return bool(interval) and (trainer.fit_loop.total_batch_idx + 1) % interval == 0
 
 
-def _counts_of(rollout: Rollout, policy_version: int) -> dict[str, int]:
+def _counts_of(rollout: Rollout) -> dict[str, int]:
     """Return the counts of a rollout, with the same names on all ranks."""
     counts = {} if rollout.failures is None else {"rollout/env_restarts": len(rollout.failures)}
     if rollout.actor is not None:
-        # The version includes the update from this rollout.
-        lag = policy_version - 1 - rollout.policy_version
-        counts |= {"rollout/dropped": rollout.dropped, "train/policy_lag_max": lag}
+        counts["rollout/dropped"] = rollout.dropped
     if rollout.actors_lost is not None:
         counts["rollout/actors_lost"] = rollout.actors_lost
     return counts
@@ -262,3 +269,40 @@ class StepMetric(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ANN401
         pl_module.metrics.end_epoch(pl_module)
+
+
+def action_saturation(policy: Any, rollout: Rollout) -> dict[str, Tensor]:  # noqa: ANN401
+    """Return the share of action components that the environment clipped, `action_saturation`; {} if it clips none.
+
+    Actions outside the bounds differ in log-probability but not in effect, so learning from them adds noise.
+    """
+    valid, actions = rollout.valid, rollout.actions
+    if valid is not None:
+        actions = map_leaves(lambda x: x[valid], actions)
+    share: Tensor | None = policy.saturation(actions) if hasattr(policy, "saturation") else None
+    return {} if share is None else {"action_saturation": share}
+
+
+def log_histograms(model: Any, batch: Batch, name: str) -> None:  # noqa: ANN401
+    """Log `debug.histograms` after a pass over a batch, in the group `name`; advantages are shown standardized."""
+    if not (model.options["debug.histograms"] and log_is_due(model.trainer)):
+        return
+    shown = dict(_histograms(model, batch, model.estimator.standardized(batch)))
+    for logger in histogram_loggers(model.trainer.loggers):
+        for tag, values in shown.items():
+            logger.experiment.add_histogram(f"{name}/{tag}", values.detach().cpu(), model.env_steps)
+
+
+def histogram_loggers(loggers: Sequence[Logger]) -> list[TensorBoardLogger]:
+    """Return the loggers that can show histograms."""
+    return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
+
+
+def _histograms(model: Any, batch: Batch, advantages: Tensor) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401
+    for path, actions in zip(space_leaves(model.action_space), leaves(batch.actions), strict=True):
+        yield "/".join(filter(None, ("actions", path))), actions
+    yield "advantages", advantages
+    for name, parameter in model.policy.named_parameters():
+        yield f"parameters/{name}", whole(parameter)
+        if parameter.grad is not None:
+            yield f"gradients/{name}", whole(parameter.grad)

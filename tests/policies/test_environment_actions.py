@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from lightning_rl import PPO, Rollout, RolloutDataModule
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.spaces import space_to_dict
-from lightning_rl.training.observing import SaturationCheck
+from lightning_rl.training.metrics import RolloutMetrics
 from tests.helpers import (
     MemoryLogger,
     Recorder,
@@ -191,28 +190,20 @@ def test_large_saturation_warns_once_after_the_first_rollouts() -> None:
     assert "set policy.action_distribution to 'squashed_gaussian' or 'beta', which" in told[0]
 
 
-def report(check: SaturationCheck, share: float | None, number: int, space: spaces.Space[Any]) -> None:
-    """Pass rollout `number` with this share of clipped components to the callback."""
-    losses = {} if share is None else {"action_saturation": share}
-    model = SimpleNamespace(losses=losses, policy_version=number + 1, action_space=space)
-    check.on_train_batch_end(SimpleNamespace(), model, {}, None, 0)  # type: ignore[arg-type]
-
-
 def test_small_saturation_does_not_warn() -> None:
-    check, space = SaturationCheck(), spaces.Box(-1, 1, (2,))
+    metrics, space = RolloutMetrics(), spaces.Box(-1, 1, (2,))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        report(check, 0.1, 100, space)
-        report(check, 0.9, 9, space)
-        report(check, None, 100, space)
+        metrics.warn_of_saturation(0.1, 100, space)
+        metrics.warn_of_saturation(0.9, 9, space)
     with pytest.warns(UserWarning, match="11% of the action components in rollout 100"):
-        report(check, 0.11, 100, space)
+        metrics.warn_of_saturation(0.11, 100, space)
 
 
 def test_saturation_warning_names_parts_of_nested_actions() -> None:
     space = spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 1, (2,))])
     with pytest.warns(UserWarning, match="policy.action_distribution to 'squashed_gaussian' or 'beta' for '1', which"):
-        report(SaturationCheck(), 0.5, 10, space)
+        RolloutMetrics().warn_of_saturation(0.5, 10, space)
     ActorCritic(spaces.Box(-1, 1, (1,)), space, action_distribution={"1": "squashed_gaussian"})  # as it says
 
 

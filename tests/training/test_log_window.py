@@ -92,7 +92,7 @@ def learned(rollouts: range, window: LogWindow | None = None) -> LogWindow:
     window = LogWindow() if window is None else window
     for k in rollouts:
         episodes = EpisodeSummary([0.1 * k] * (k % 3), [k] * (k % 3))
-        window.add(episodes, {"train/b": [0.1 * k], "train/a": [] if k % 2 else [k, 1 / 3]}, {"rollout/dropped": k})
+        window.add(episodes, {"train/b": [0.1 * k], "train/a": [] if k % 2 else [k, 1 / 3]}, {"rollout/dropped": k}, {})
     return window
 
 
@@ -101,7 +101,7 @@ def test_restored_log_window_equals_an_uninterrupted_one():
     whole = learned(range(70))
     assert not whole.is_empty
     twin = learned(range(500, 540))
-    twin.add(EpisodeSummary([], []), {"train/other": [1.0]}, {"train/policy_lag_max": 9})
+    twin.add(EpisodeSummary([], []), {"train/other": [1.0]}, {}, {"train/policy_lag_max": 9})
     twin.restore(learned(range(35)).snapshot())
     learned(range(35, 70), twin)
     assert str(twin.snapshot()) == str(whole.snapshot())
