@@ -17,8 +17,7 @@ from lightning_rl.distributed import gather_ranks
 from lightning_rl.files import load_plain
 from lightning_rl.policies.sharding import whole
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.training.engine import WHAT_TO_TRY, EagerEngine
-from lightning_rl.training.gradient_steps import not_finite_throughout, total_norm
+from lightning_rl.training.gradient_steps import WHAT_TO_TRY, EagerEngine, not_finite_throughout, total_norm
 from lightning_rl.training.minibatches import minibatch_from_state, minibatch_state
 from lightning_rl.training.optimizers import optimizers_and_schedulers
 from lightning_rl.validation import ConfigurationError, constructor_options, import_class, loading

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_rl import PPO, fast
-from lightning_rl.training.engine import EagerEngine
+from lightning_rl.training.gradient_steps import EagerEngine
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 
 SELECTS = r"torch.compile\(model\): its options have no effect; it selects debug.fast_paths: compiled"

@@ -19,7 +19,7 @@ from torch import Tensor
 import lightning_rl
 from lightning_rl import A2C, IMPALA, PPG, PPO, PPOKLPenalty, fast
 from lightning_rl.fast.engine import closed_form_of
-from lightning_rl.training.engine import EagerEngine
+from lightning_rl.training.gradient_steps import EagerEngine
 from tests.helpers import DISCRETE, VECTOR, make_data, make_model, make_trainer
 
 PACKAGE = Path(lightning_rl.__file__).parent

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from lightning_rl import TFAgentsPPO
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.normalization import NestedNormalizer, ObservationNormalizer, RunningMoments
-from lightning_rl.training.engine import EagerEngine
-from lightning_rl.training.gradient_steps import scale_to_norm
+from lightning_rl.training.gradient_steps import EagerEngine, scale_to_norm
 from lightning_rl.training.normalizers import RewardNormalizer
 from tests.helpers import DISCRETE, VECTOR
 from tests.vectors.load import load
