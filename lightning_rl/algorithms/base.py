@@ -353,9 +353,6 @@ class OnPolicyAlgorithm(LightningModule):
             raise RuntimeError(f"scheduled({name!r}, ...) needs the base class: call super().__init__(...) before it")
         return self.schedules.add(name, value, owner, option, **bounds)
 
-    def scheduled_or_none(self, name: str, value: Scheduled | None, **options: Any) -> float | None:  # noqa: ANN401
-        return None if value is None else self.scheduled(name, value, **options)
-
     def take_options(self, **given: Any) -> None:  # noqa: ANN401 - parameters of a constructor
         """Store the arguments of a constructor in `options`: a subclass may have passed other values than it got."""
         self.options |= plain_options(flat(given, default_groups(type(self))))
@@ -551,7 +548,7 @@ class OnPolicyAlgorithm(LightningModule):
     def configure_optimizers(self) -> Any:  # noqa: ANN401
         """Return the optimizer, or a list of it and the critic's own one; with a scheduler, lists of both."""
         default, rates = self.default_optimizer(), [self.schedules.first(name, getattr(self, name)) for name in RATES]
-        try_optimizers(self.policy, self.options, default, on_any_device=False)
+        try_optimizers(self.policy, self.options, default)
         optimizers, schedulers = make_optimizers(self.policy, self.options, default, rates)
         if schedulers:
             return optimizers, schedulers
@@ -566,11 +563,11 @@ class OnPolicyAlgorithm(LightningModule):
             self.critic_learning_rate = self.scheduled("critic_learning_rate", rate, above=0, option=option)
         if self.options["optimizer.anneal"]:
             for name in RATES[: 1 + has_critic]:
-                self.schedules.anneal(name, getattr(self, name))
+                line = {"kind": "linear", "start": getattr(self, name), "end": 0.0}
+                self.scheduled(name, line, option="optimizer.anneal")
 
     def _check_policy(self) -> None:
         check_optimizers(self.policy, self.options, self.default_optimizer())
-        try_optimizers(self.policy, self.options, self.default_optimizer(), on_any_device=True)
         coefficients = {part: self.options[f"optimizer.l2.{part}"] for part in ("policy", "value", "shared")}
         self.penalties = {part: coefficient for part, coefficient in coefficients.items() if coefficient}
         check_penalized(self.policy, self.penalties)

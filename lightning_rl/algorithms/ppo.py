@@ -88,17 +88,18 @@ class PPO(OnPolicyAlgorithm):
         self.estimator.gae_lambda = self.scheduled(
             "gae_lambda", gae_lambda, at_least=0, at_most=1, owner=self.estimator
         )
-        self.clip_range = self.scheduled_or_none("clip_range", clip_range, above=0)
+        self.clip_range = None if clip_range is None else self.scheduled("clip_range", clip_range, above=0)
         self.value_coef = check_number("value_coef", value_coef, at_least=0)
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
-        self.target_kl = self.scheduled_or_none("target_kl", target_kl, above=0)
+        self.target_kl = None if target_kl is None else self.scheduled("target_kl", target_kl, above=0)
         self._set_clipping()
 
     def _set_clipping(self) -> None:
         """Check the options of `clipping`, and set the attributes that the loss uses."""
 
         def scheduled(option: str, name: str) -> float | None:
-            return self.scheduled_or_none(name, self.options[option], above=0, option=option)
+            value = self.options[option]
+            return None if value is None else self.scheduled(name, value, above=0, option=option)
 
         def number(option: str, above: float) -> float | None:
             value = self.options[option]

@@ -48,7 +48,7 @@ class TFAgentsEstimator(AdvantageEstimator):
         discounts = rollout.discounts(self.gamma, self.on_truncation)[:-1]
         returns = rl.discounted_returns(rewards, discounts, last)
         advantages = returns - values
-        if self.kind == "gae":
+        if self.estimator == "gae":
             own_last = torch.cat([values[1:], values[-1:]])  # not `last`: see `TFAgentsPPO`
             advantages = rl.gae(rewards, values, own_last, discounts, rollout.traces(self.gae_lambda)[:-1])
             if self.value_target == "td_lambda":

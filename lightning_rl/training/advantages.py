@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,35 +21,23 @@ from lightning_rl.training.config import NormalizeAdvantages
 from lightning_rl.training.normalizers import Normalizers
 
 
+@dataclass(eq=False)
 class AdvantageEstimator:
     """Computes advantages and returns by generalized advantage estimation (Schulman et al. 2016).
 
-    `gae_lambda` is λ: 0 gives one-step, 1 Monte Carlo advantages. See `AdvantageConfig`, whose `estimator` is `kind`.
+    `gae_lambda` is λ: 0 gives one-step, 1 Monte Carlo advantages. For the other options see `AdvantageConfig`.
     """
 
-    def __init__(
-        self,
-        policy: Any,  # noqa: ANN401 - a `Policy`
-        normalizers: Normalizers,
-        *,
-        gamma: float = 0.99,
-        on_truncation: OnTruncation = "bootstrap",
-        estimator: Literal["gae", "monte_carlo"] = "gae",
-        value_target: Literal["td_lambda", "empirical"] = "td_lambda",
-        recompute_values: bool = False,
-        recompute_advantages: bool = False,
-        normalize: NormalizeAdvantages = "none",
-    ) -> None:
-        self.policy = policy
-        self.normalizers = normalizers
-        self.gamma = gamma
-        self.on_truncation = on_truncation
-        self.kind = estimator
-        self.value_target = value_target
-        self.recompute_values = recompute_values
-        self.recompute_advantages = recompute_advantages
-        self.normalize = normalize
-        self.gae_lambda = 0.95
+    policy: Any  # a `Policy`
+    normalizers: Normalizers
+    gamma: float = 0.99
+    on_truncation: OnTruncation = "bootstrap"
+    estimator: Literal["gae", "monte_carlo"] = "gae"
+    value_target: Literal["td_lambda", "empirical"] = "td_lambda"
+    recompute_values: bool = False
+    recompute_advantages: bool = False
+    normalize: NormalizeAdvantages = "none"
+    gae_lambda: float = 0.95
 
     def batch(self, rollout: Rollout, weights: Tensor | None = None, **per_step: Nested) -> Batch:
         """Return the steps of a rollout as a batch with `advantages` and value targets `returns`.
@@ -76,7 +65,7 @@ class AdvantageEstimator:
 
     def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Return advantages and value targets, `[T, B]`. Override this method for another estimator."""
-        lambda_ = 1.0 if self.kind == "monte_carlo" else self.gae_lambda
+        lambda_ = 1.0 if self.estimator == "monte_carlo" else self.gae_lambda
         advantages = self.gae(rollout, lambda_)
         empirical = self.value_target == "empirical" and lambda_ != 1
         return advantages, (self.gae(rollout, 1.0) if empirical else advantages) + rollout.values

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_rl.distributed import all_reduce
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.optimizers import set_learning_rate
-from lightning_rl.training.schedules import Ramp, Schedule, Scheduled, parse_schedule
+from lightning_rl.training.schedules import Schedule, Scheduled, parse_schedule
 from lightning_rl.validation import check
 
 
@@ -99,7 +99,6 @@ class RunClock:
 
 
 RATES = ("learning_rate", "critic_learning_rate")
-_ANNEAL = "optimizer.anneal"
 
 
 class _Entry(NamedTuple):
@@ -123,10 +122,6 @@ class ScheduledOptions:
         if schedule.varies:
             self._entries[name] = _Entry(schedule, option, owner)
         return schedule.at(0, None)
-
-    def anneal(self, name: str, value: float) -> None:
-        """Lower a learning rate linearly from `value` to 0 over the run."""
-        self._entries[name] = _Entry(Ramp(value, 0.0), _ANNEAL, None)
 
     def first(self, name: str, otherwise: float) -> float:
         """Return the first value of an attribute, or `otherwise` if it has no schedule."""
@@ -158,16 +153,9 @@ class ScheduledOptions:
 
     def report_new_end(self, env_steps: int, planned: int | None, before: int | None) -> None:
         """Log that the planned end of a resumed run has changed, if a schedule ends with the run."""
-        options = {option for schedule, option, _ in self._entries.values() if schedule.over_run}
-        if not options or before in (None, planned) or env_steps >= (planned or 0):
-            return
-        if _ANNEAL in options:
-            rank_zero_info(
-                f"Resuming with a learning rate that reaches 0 at {planned} environment steps (before: {before}); "
-                f"it follows the new line from step {env_steps}"
-            )
-        if others := sorted(options - {_ANNEAL}):
+        options = sorted({option for schedule, option, _ in self._entries.values() if schedule.over_run})
+        if options and before not in (None, planned) and env_steps < (planned or 0):
             rank_zero_info(
                 f"Resuming with schedules that end at {planned} environment steps (before: {before}): "
-                f"{', '.join(others)}; from step {env_steps} they continue as if this end had always been planned"
+                f"{', '.join(options)}; from step {env_steps} they continue as if this end had always been planned"
             )

@@ -121,22 +121,14 @@ def check_optimizers(policy: nn.Module, options: Mapping[str, Any], default: Cla
             check(not unknown, f"optimizer.groups: {pattern}", groups[pattern], expected)
 
 
-def try_optimizers(policy: nn.Module, options: Mapping[str, Any], default: ClassSpec, on_any_device: bool) -> None:
-    """Check that optimizers and schedulers that a user chose can take steps, with small dummy parameters.
-
-    `on_any_device` tries the optimizers that run on every device; otherwise those that need the policy on its device.
-    """
+def try_optimizers(policy: nn.Module, options: Mapping[str, Any], default: ClassSpec) -> None:
+    """Check that optimizers and schedulers that a user chose can take steps, with small dummy parameters."""
     names = ("name", "options", "critic.name", "critic.options", "groups", "scheduler.name")
-    if not any(options[f"optimizer.{name}"] for name in names):
-        return
-    groups: ParameterGroups = options["optimizer.groups"]
-    for field, spec, part in _parts(policy, options, default):
-        capturable = any(some.get("capturable") for some in (spec["init_args"], *groups.values()))
-        runs_anywhere = spec["class_path"].startswith(("torch.", "lightning_rl.")) and not capturable
-        devices = {parameter.device.type for members in part.values() for parameter in members}
-        # Meta tensors have no numbers, and XLA would compile each step.
-        if runs_anywhere == on_any_device and not devices & {"meta", "xla"}:
-            _try_optimizer(field, spec, part, groups, scheduler_spec(options))
+    # Meta tensors have no numbers, and XLA would compile each step.
+    has_numbers = not {parameter.device.type for parameter in policy.parameters()} & {"meta", "xla"}
+    if has_numbers and any(options[f"optimizer.{name}"] for name in names):
+        for part in _parts(policy, options, default):
+            _try_optimizer(*part, options["optimizer.groups"], scheduler_spec(options))
 
 
 def _try_optimizer(
@@ -146,10 +138,10 @@ def _try_optimizer(
     groups: ParameterGroups,
     scheduler: ClassSpec | None,
 ) -> None:
-    dummies = {
-        pattern: [nn.Parameter(x.new_ones([min(size, 2) for size in x.shape])) for x in members]
-        for pattern, members in part.items()
-    }
+    def dummy(x: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(torch.ones([min(size, 2) for size in x.shape], dtype=x.dtype, device=x.device))
+
+    dummies = {pattern: [dummy(x) for x in members] for pattern, members in part.items()}
     optimizer = _make(field, spec, dummies, groups, 1e-3)
     made = None if scheduler is None else instantiate(SCHEDULER, scheduler, LRScheduler, optimizer)
     parameters = [parameter for members in dummies.values() for parameter in members]

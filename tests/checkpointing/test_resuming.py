@@ -126,8 +126,8 @@ def test_new_learning_rate_is_scaled_by_the_schedule(setting, factor, resume):
 def test_new_horizon_changes_annealing(resume):
     model, (message,) = resume("discrete", max_epochs=8)
     assert message == (
-        f"Resuming with a learning rate that reaches 0 at {24 * 72} environment steps (before: {12 * 72}); "
-        f"it follows the new line from step {4 * 72}"
+        f"Resuming with schedules that end at {24 * 72} environment steps (before: {12 * 72}): optimizer.anneal; "
+        f"from step {4 * 72} they continue as if this end had always been planned"
     )
     assert model.optimizers().param_groups[0]["lr"] == pytest.approx(3e-4 * (1 - 5 / 24))
 
