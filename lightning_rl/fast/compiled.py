@@ -1,4 +1,4 @@
-"""Compiled losses: PyTorch's compiler captures `loss(batch)` as a graph with guards on all Python values it reads.
+"""The compiled engine: PyTorch's compiler captures `loss(batch)` as a graph with guards on all Python values it reads.
 
 Graph, gradient and optimizer step are compiled into one program. The guards are checked for the first minibatch of each
 rollout, and whenever the algorithm, the loss or the shapes changed.
@@ -6,12 +6,9 @@ rollout, and whenever the algorithm, the loss or the shapes changed.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -21,31 +18,20 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from torch import Tensor
 
 from lightning_rl.distributed import world_size
+from lightning_rl.fast.engine import FastEngine, KnownLoss, step_progress
 from lightning_rl.fast.flat_adam import FlatAdam, Vectors
 from lightning_rl.fast.programs import (
     Capture,
     Gradient,
     GradientProgram,
     Graph,
-    KnownLoss,
+    Step,
     StepProgram,
-    StepResult,
     StepState,
     constants_of,
 )
 from lightning_rl.nested import leaves
 from lightning_rl.rollouts.batch import Batch
-
-
-@functools.cache
-def compiler_problem(device: torch.device) -> str | None:
-    """Return the reason why a device cannot run compiled programs, or None."""
-    if device.type not in ("cpu", "cuda"):
-        return f"the device is {device.type}"
-    named = os.environ.get("CXX")
-    if not any(map(shutil.which, [named] if named else ["g++", "c++", "clang++"])):
-        return f"there is no C++ compiler{f' {named}' if named else ''}: install g++ or clang++, or set CXX"
-    return None
 
 
 class Binding(NamedTuple):
@@ -64,29 +50,31 @@ class Binding(NamedTuple):
     attributes: list[Any]
 
 
-class CompiledLosses:
-    """The compiled losses of an algorithm; lives as long as the run.
+class CompiledEngine(FastEngine):
+    """Computes loss and gradient, and the step of `FlatAdam`, with compiled programs; lives as long as the run.
 
     `captures` has the captured graphs of each loss, `failed` the losses that cannot be compiled.
     """
 
+    compiles_loss = True
+
     def __init__(self, model: Any) -> None:  # noqa: ANN401 - an algorithm, whose module imports this folder
+        super().__init__()
         self._model = model
         self.captures: dict[Any, Capture] = {}
         self.failed: set[Any] = set()
         # Pairs of loss and network part whose step is not in the program.
         self._apart: set[Any] = set()
-        self._scalars: dict[tuple[int, str], Tensor] = {}
-        self._weight = 0.0
-        self._weight_tensor: Tensor | None = None
+        # Tensors in place of numbers that change between minibatches or over the run, with their values.
+        self._scalars: dict[Any, tuple[Tensor, float]] = {}
         self._binding: Binding | None = None
 
     def begin(self) -> None:
         """Require a check of the guards for the next minibatch."""
         self._binding = None
 
-    def step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> StepResult | None:  # noqa: ANN401
-        """Take a whole step of `GradientSteps` in one program; return None if there is no such program."""
+    def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> Step | None:  # noqa: ANN401
+        """Take a whole step of `GradientSteps` in one program and count it; None if there is no such program."""
         key = self._key(loss_of)
         if world_size() > 1 or steps.rollback or key in self.failed or (key, steps.part) in self._apart:
             return None
@@ -112,10 +100,16 @@ class CompiledLosses:
 
         how = (StepProgram, steps.part, steps.active_set)
         program = self._run(loss_of, batch, how, program_of, lambda program, inputs: program(inputs, state))
-        return None if program is None else program.result
+        if program is None:
+            return None
+        is_open = program.result[1].is_open
+        if not is_open.is_cpu or is_open:
+            progress = step_progress(steps.model)
+            progress.increment_ready()
+            progress.increment_completed()
+        return cast(Step, program.result)
 
-    def loss(self, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> KnownLoss | None:  # noqa: ANN401
-        """Return the loss over a minibatch with its gradients; None if the loss cannot be compiled."""
+    def known_loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> KnownLoss | None:  # noqa: ANN401
         if self._key(loss_of) in self.failed:
             return None
 
@@ -213,7 +207,7 @@ class CompiledLosses:
             return None
         if not all(map(operator.is_, self._attributes(), binding.attributes)):
             return None
-        self._set_weight(batch)
+        self._scalar("weight", batch.weight)
         for k, place in binding.graph.places or ():
             binding.inputs[k] = found[place]
         return binding
@@ -226,7 +220,8 @@ class CompiledLosses:
         if graph.places is None:
             of_batch = {id(x): k for k, x in enumerate(found)}
             model = self._model
-            fixed = {*map(id, (*model.parameters(), *model.buffers(), *self._scalars.values(), self._weight_tensor))}
+            scalars = (tensor for tensor, _ in self._scalars.values())
+            fixed = {*map(id, (*model.parameters(), *model.buffers(), *scalars))}
             known = (id(x) in fixed or id(x) in of_batch for x in graph.inputs if isinstance(x, Tensor))
             places = [(k, of_batch[id(x)]) for k, x in enumerate(graph.inputs) if id(x) in of_batch]
             graph.places = places if all(known) else []
@@ -235,23 +230,18 @@ class CompiledLosses:
             attributes = [*self._attributes()]
             self._binding = Binding(graph, program, [*graph.inputs], signature, attributes)
 
-    def _set_weight(self, batch: Batch) -> Tensor:
-        """Write the weight of a row into a scalar tensor that all minibatches share, and return it."""
-        weight = batch.weight
-        if self._weight_tensor is None:
-            self._weight_tensor = self._scalar()
-        if weight != self._weight:
-            self._weight = weight
-            self._weight_tensor.fill_(weight)
-        return self._weight_tensor
-
-    def _scalar(self) -> Tensor:
-        """Return a scalar tensor for a number that changes between minibatches or over the run."""
-        dtype = torch.promote_types(self._model.dtype, torch.float32)
-        return torch.zeros((), dtype=dtype, device=self._model.device)
+    def _scalar(self, key: Any, value: float) -> Tensor:  # noqa: ANN401
+        """Return the scalar tensor of a number, filled with its current value."""
+        if key not in self._scalars:
+            dtype = torch.promote_types(self._model.dtype, torch.float32)
+            self._scalars[key] = torch.zeros((), dtype=dtype, device=self._model.device), 0.0
+        tensor, before = self._scalars[key]
+        if value != before:
+            self._scalars[key] = tensor.fill_(value), value
+        return tensor
 
     def _with_tensor_as_weight(self, batch: Batch) -> Batch:
-        weight, normalized = self._set_weight(batch), batch.is_normalized
+        weight, normalized = self._scalar("weight", batch.weight), batch.is_normalized
         batch = batch.replace()
         batch.weight, batch.is_normalized = cast(Any, weight), normalized
         return batch
@@ -264,10 +254,7 @@ class CompiledLosses:
         found = [(owner, name, getattr(owner, name)) for owner, name in options]
         for owner, name, value in found:
             if isinstance(value, int | float) and value != 0 and math.isfinite(value):
-                key = (id(owner), name)
-                if key not in self._scalars:
-                    self._scalars[key] = self._scalar()
-                vars(owner)[name] = self._scalars[key].fill_(value)
+                vars(owner)[name] = self._scalar((id(owner), name), value)
         try:
             yield
         finally:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+import functools
+import os
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,12 +18,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_rl.distributed import world_size
-from lightning_rl.fast.compiled import CompiledLosses, compiler_problem
 from lightning_rl.fast.flat_adam import FlatAdam
 from lightning_rl.fast.numpy_mlp import needs_autograd, overridden
-from lightning_rl.fast.ppo import PPOLoss
-from lightning_rl.fast.programs import KnownLoss, StepResult
+
+if TYPE_CHECKING:
+    from lightning_rl.fast.ppo import PPOLoss
 
 _Loss = TypeVar("_Loss", bound=Callable[..., Any])
 _MARK = "closed_form"
@@ -28,7 +30,33 @@ _HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
 _STRATEGY = ("pre_backward", "backward", "post_backward", "optimizer_step")
 # The last log line about the engine of each algorithm.
 _logged: WeakKeyDictionary[LightningModule, str] = WeakKeyDictionary()
-_compiled: WeakKeyDictionary[LightningModule, CompiledLosses] = WeakKeyDictionary()
+
+Recorded = tuple[tuple[str, ...], Tensor, Collection[str]]
+"""Names and values of recorded numbers, `[len(names)]`, and the names of those that may be NaN or infinite."""
+
+
+class ComputedLoss(NamedTuple):
+    """The attributes of a `Loss` that a gradient step reads, without an autograd graph.
+
+    Attributes:
+        recorded: Recorded numbers.
+        total: The loss, a scalar.
+        terms: The weighted terms of the loss, a list or `[M]`.
+        first_log_ratios: Logarithms of the importance ratios, `[N]`.
+        limits: Maximum of recorded values, by name.
+        has_value: Whether the loss contains a value loss.
+    """
+
+    recorded: Recorded
+    total: Tensor
+    terms: Any
+    first_log_ratios: Tensor | None
+    limits: dict[str, Any]
+    has_value: bool
+
+
+KnownLoss = tuple[ComputedLoss, list[tuple[nn.Parameter, Tensor]]]
+"""A loss, and its gradient for each parameter that it depends on."""
 
 
 def closed_form(form: type[PPOLoss], reads: Sequence[str]) -> Callable[[_Loss], _Loss]:
@@ -59,7 +87,7 @@ class FastEngine:
         self.closed_form = closed_form
         self._gradients: list[tuple[nn.Parameter, Tensor]] | None = None
 
-    def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> StepResult | None:  # noqa: ANN401
+    def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> Any:  # noqa: ANN401
         """Return None: this engine has no program for a whole step."""
         return None
 
@@ -81,7 +109,7 @@ class FastEngine:
         for parameter, gradient in self._gradients or ():
             parameter.grad = gradient
 
-    def use_autograd(self, model: LightningModule, total: Tensor) -> None:
+    def use_autograd(self, model: Any, total: Tensor) -> None:  # noqa: ANN401
         total.backward()  # type: ignore[no-untyped-call]
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
@@ -105,39 +133,6 @@ class FastEngine:
         progress.increment_completed()
 
 
-class CompiledEngine(FastEngine):
-    """Computes loss and gradient, and the step of `FlatAdam`, with compiled programs."""
-
-    compiles_loss = True
-
-    def __init__(self, losses: CompiledLosses) -> None:
-        super().__init__()
-        self.losses = losses
-
-    def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> StepResult | None:  # noqa: ANN401
-        """Take a whole step in one program and count it; return None if there is no such program."""
-        result = self.losses.step(steps, loss_of, batch)
-        is_open = None if result is None else result.state.is_open
-        if is_open is not None and (not is_open.is_cpu or is_open):
-            progress = step_progress(steps.model)
-            progress.increment_ready()
-            progress.increment_completed()
-        return result
-
-    def known_loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> KnownLoss | None:  # noqa: ANN401
-        return self.losses.loss(loss_of, batch, part)
-
-    def use_autograd(self, model: LightningModule, total: Tensor) -> None:
-        if world_size() == 1:
-            model.manual_backward(total)
-            return
-        # Without the hooks of DDP, because another rank may run the compiled loss at the same time.
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        found = torch.autograd.grad(total, parameters, allow_unused=True)
-        for parameter, gradient in zip(parameters, found, strict=True):
-            parameter.grad = gradient
-
-
 def engine_for(model: LightningModule) -> FastEngine | None:
     """Return the engine for the next rollout, or None for plain PyTorch and Lightning; log changes."""
     name = type(model).__name__
@@ -146,7 +141,7 @@ def engine_for(model: LightningModule) -> FastEngine | None:
         line = f"{name} updates by plain PyTorch and Lightning: {reason}"
     elif cast(Any, model).options["debug.fast_paths"] == "compiled":
         if (reason := why_not_compiled(model)) is None:
-            engine, line = CompiledEngine(_compiled_losses(model)), f"{name} updates by the compiled engine"
+            engine, line = _compiled_engine(model), f"{name} updates by the compiled engine"
         else:
             engine, line = FastEngine(), f"{name} updates by the fast engine, with autograd: {reason}"
     else:
@@ -160,11 +155,14 @@ def engine_for(model: LightningModule) -> FastEngine | None:
     return engine
 
 
-def _compiled_losses(model: LightningModule) -> CompiledLosses:
-    if model not in _compiled:
-        _compiled[model] = CompiledLosses(model)
-    _compiled[model].begin()
-    return _compiled[model]
+def _compiled_engine(model: Any) -> FastEngine:  # noqa: ANN401
+    from lightning_rl.fast.compiled import CompiledEngine  # its module imports this one
+
+    engine = model.steps.engine
+    if not isinstance(engine, CompiledEngine):
+        engine = CompiledEngine(model)
+    engine.begin()
+    return engine
 
 
 def why_not(model: Any) -> str | None:  # noqa: ANN401
@@ -202,6 +200,17 @@ def why_not_compiled(model: Any) -> str | None:  # noqa: ANN401
     if needs_autograd(model.policy):
         return "the policy has hooks or is compiled"
     return compiler_problem(model.device)
+
+
+@functools.cache
+def compiler_problem(device: torch.device) -> str | None:
+    """Return the reason why a device cannot run compiled programs, or None."""
+    if device.type not in ("cpu", "cuda"):
+        return f"the device is {device.type}"
+    named = os.environ.get("CXX")
+    if not any(map(shutil.which, [named] if named else ["g++", "c++", "clang++"])):
+        return f"there is no C++ compiler{f' {named}' if named else ''}: install g++ or clang++, or set CXX"
+    return None
 
 
 def closed_form_of(model: Any) -> PPOLoss | str:  # noqa: ANN401

@@ -5,7 +5,7 @@ A program computes loss and gradient, or loss, gradient and Adam step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -16,39 +16,13 @@ from torch.fx import GraphModule
 from torch.nn.functional import pad
 
 from lightning_rl.distributed import world_size
+from lightning_rl.fast.engine import ComputedLoss, KnownLoss
 from lightning_rl.fast.flat_adam import Vectors
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.rollouts.batch import Batch
 
 # More graphs of one loss mean that a value in it changes with every rollout.
 _MOST_GRAPHS = 8
-
-Recorded = tuple[tuple[str, ...], Tensor, Collection[str]]
-"""Names and values of recorded numbers, `[len(names)]`, and the names of those that may be NaN or infinite."""
-
-
-class ComputedLoss(NamedTuple):
-    """The attributes of a `Loss` that a gradient step reads, without an autograd graph.
-
-    Attributes:
-        recorded: Recorded numbers.
-        total: The loss, a scalar.
-        terms: The weighted terms of the loss, a list or `[M]`.
-        first_log_ratios: Logarithms of the importance ratios, `[N]`.
-        limits: Maximum of recorded values, by name.
-        has_value: Whether the loss contains a value loss.
-    """
-
-    recorded: Recorded
-    total: Tensor
-    terms: Any
-    first_log_ratios: Tensor | None
-    limits: dict[str, Any]
-    has_value: bool
-
-
-KnownLoss = tuple[ComputedLoss, list[tuple[nn.Parameter, Tensor]]]
-"""A loss, and its gradient for each parameter that it depends on."""
 
 
 class Graph:
@@ -315,13 +289,8 @@ class StepState(NamedTuple):
     num_updates: Tensor
 
 
-class StepResult(NamedTuple):
-    """Recorded numbers of a whole step, log-ratios and `has_value` as in `ComputedLoss`, and the state after it."""
-
-    recorded: Recorded
-    first_log_ratios: Tensor | None
-    has_value: bool
-    state: StepState
+Step = tuple[ComputedLoss, StepState]
+"""Recorded numbers of a whole step, without terms and limits, and the state after it."""
 
 
 class StepProgram:
@@ -332,7 +301,7 @@ class StepProgram:
     vectors of the next steps, and `result` is the result of the last step.
     """
 
-    result: StepResult
+    result: Step
 
     def __init__(
         self,
@@ -405,8 +374,8 @@ class StepProgram:
             ratios = self._graph.loss(inputs, outputs).first_log_ratios
         else:
             ratios = outputs[0] if outputs else None
-        recorded = (self._names, values, self._observed)
-        self.result = StepResult(recorded, ratios, self._has_value, StepState(*after))
+        recorded, total = (self._names, values, self._observed), values[self._names.index("loss")]
+        self.result = ComputedLoss(recorded, total, (), ratios, {}, self._has_value), StepState(*after)
         return outputs  # type: ignore[no-any-return]
 
 

@@ -189,7 +189,9 @@ class GradientSteps:
         if not callable(loss_of):
             raise TypeError(f"descend got a {type(loss_of).__name__}: expected a method: descend(self.loss, batch)")
         if not self.gradient_norms and (whole := self.engine.whole_step(self, loss_of, batch)) is not None:
-            self._record_step(whole, batch, name)
+            loss, (record.is_open, record.finite, record.num_updates) = whole
+            self.record_loss(loss)
+            self._check_finite(batch, name)
             return
         optimizers = self.optimizers
         for optimizer in optimizers:
@@ -197,7 +199,6 @@ class GradientSteps:
         loss = self.engine.loss(self.model, loss_of, batch, self.part)
         if not hasattr(loss, "terms"):
             raise TypeError(f"{name} returned {type(loss).__name__}: expected the Loss that self.new_loss returns")
-        self._has_value |= loss.has_value
         total = self.record_loss(loss)
         if isinstance(loss, Loss) and not (total.requires_grad or self.model.frozen_parameters(self.part)):
             raise ValueError(f"{name} does not depend on the policy: expected terms of self.actor_critic(batch)")
@@ -241,17 +242,9 @@ class GradientSteps:
 
     # ------------------------------------------------------------------ one step
 
-    def _record_step(self, step: Any, batch: Any, name: str) -> None:  # noqa: ANN401 - a `StepResult`
-        record = self.record
-        record.add_together(*step.recorded)
-        record.is_open, record.finite, record.num_updates = step.state
-        self._has_value |= step.has_value
-        if step.first_log_ratios is not None:
-            self.observe_first_ratios(step.first_log_ratios)
-        self._check_finite(batch, name)
-
     def record_loss(self, loss: Loss) -> Tensor:
         """Record the terms of a loss, stop the updates if a limit is exceeded, and return the total."""
+        self._has_value |= loss.has_value
         self.record.add_together(*loss.recorded)
         if len(loss.terms):
             self.record.add_absolute("total_abs_loss", torch.stack([term.detach() for term in loss.terms]))

@@ -68,7 +68,10 @@ class LogWindow:
         All ranks use the same names.
         """
         self.num_rollouts += 1
-        of_episodes = {"rollout/episode_return": episodes.returns, "rollout/episode_length": episodes.lengths}
+        of_episodes: dict[str, Sequence[float]] = {
+            "rollout/episode_return": episodes.returns,
+            "rollout/episode_length": episodes.lengths,
+        }
         _add_up(self.means, {**means, **of_episodes})
         _add_up(self.counts, {name: [value] for name, value in counts.items()})
         _add_up(self.counts, {"rollout/episodes": [1.0] * len(episodes.returns)})

@@ -30,7 +30,7 @@ def test_a_compiled_model_learns_the_same_with_the_compiled_engine(tmp_path, mon
     compiled, trainer = torch.compile(model), make_trainer(limit_val_batches=1)
     with pytest.warns(UserWarning, match=SELECTS):
         trainer.fit(compiled, data)
-    assert isinstance(model.steps.engine, fast.CompiledEngine) and not model.steps.engine.losses.failed
+    assert isinstance(model.steps.engine, fast.CompiledEngine) and not model.steps.engine.failed
     assert model.policy_version == 2
     assert_close(model, expected)
 

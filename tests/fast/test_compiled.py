@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rl import PPO, RND, fast
-from lightning_rl.fast import compiled as module
+from lightning_rl.fast import engine as module
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     CONTINUOUS,
@@ -68,7 +68,7 @@ def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
 
 
 def num_graphs(model: PPO) -> int:
-    return sum(capture.count for capture in model.steps.engine.losses.captures.values())
+    return sum(capture.count for capture in model.steps.engine.captures.values())
 
 
 LINEAR = {"kind": "linear", "start": 0.3, "end": 0.1, "over": 150}
@@ -114,7 +114,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", OPTIONS)
 def test_gradient_clipping_and_optimizer_options_equal_autograd(case, uncompiled):
     model, other = (learn(**OPTIONS[case], fast_paths=fast_paths) for fast_paths in ("compiled", "none"))
-    assert not model.steps.engine.losses.failed
+    assert not model.steps.engine.failed
     assert_alike(model, other)
     if case == "divergence":
         assert model.trainer.global_step < 12
@@ -122,7 +122,7 @@ def test_gradient_clipping_and_optimizer_options_equal_autograd(case, uncompiled
 
 def test_networks_with_frozen_parameters_are_compiled(uncompiled):
     model, other = (learn(algorithm=RND, fast_paths=fast_paths) for fast_paths in ("compiled", "none"))
-    assert not model.steps.engine.losses.failed
+    assert not model.steps.engine.failed
     assert_alike(model, other, 1e-5)
 
 
@@ -178,7 +178,7 @@ def test_resumed_run_is_bit_identical(uncompiled, tmp_path):
 def test_mixed_precision_is_compiled(uncompiled):
     mixed: dict[str, Any] = {"precision": "bf16-mixed"}
     model, other = (learn(trainer=mixed, fast_paths=fast_paths) for fast_paths in ("compiled", "none"))
-    assert isinstance(model.steps.engine, fast.CompiledEngine) and not model.steps.engine.losses.failed
+    assert isinstance(model.steps.engine, fast.CompiledEngine) and not model.steps.engine.failed
     assert_alike(model, other, tolerance=1e-4)
 
 
@@ -279,7 +279,7 @@ def test_compiled_program_gives_the_same_parameters(caplog):
     torch.compiler.reset()
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         model = learn(entropy_coef=0.1, target_kl=10.0)
-    assert not model.steps.engine.losses.failed
+    assert not model.steps.engine.failed
     assert len(lines(caplog, "PPO: compiling the update, once, about 10 s (cached for the next run)")) == 1
     assert_alike(model, learn(entropy_coef=0.1, target_kl=10.0, fast_paths="none"), tolerance=1e-5)
 
@@ -293,5 +293,5 @@ def test_compiled_program_supports_continuous_actions_and_other_optimizers(monke
         {"optimizer": {"name": "torch.optim.RMSprop"}},
     ):
         model, other = (learn(CONTINUOUS, **options, fast_paths=fast_paths) for fast_paths in ("compiled", "none"))
-        assert not model.steps.engine.losses.failed
+        assert not model.steps.engine.failed
         assert_alike(model, other, tolerance=1e-5)
