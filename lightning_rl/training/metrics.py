@@ -279,10 +279,10 @@ def action_saturation(policy: Any, rollout: Rollout) -> dict[str, Tensor]:  # no
 
     Actions outside the bounds differ in log-probability but not in effect, so learning from them adds noise.
     """
-    valid, actions = rollout.valid, rollout.actions
-    if valid is not None:
-        actions = map_leaves(lambda x: x[valid], actions)
-    share: Tensor | None = policy.saturation(actions) if hasattr(policy, "saturation") else None
+    if not hasattr(policy, "saturation"):
+        return {}
+    observations = map_leaves(lambda x: x[:-1], rollout.observations)
+    share: Tensor | None = policy.saturation(observations, rollout.actions, rollout.valid)
     return {} if share is None else {"action_saturation": share}
 
 
