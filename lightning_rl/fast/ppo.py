@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from lightning_rl.fast.engine import ComputedLoss, KnownLoss
 from lightning_rl.fast.numpy_mlp import (
     Array,
     NumpyMLP,
@@ -24,6 +23,7 @@ from lightning_rl.fast.numpy_mlp import (
     overridden,
     tanh_parameters,
 )
+from lightning_rl.fast.programs import ComputedLoss, KnownLoss
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions.continuous import LOG_2PI
 from lightning_rl.policies.networks.mlp import MLPEncoder

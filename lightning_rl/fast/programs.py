@@ -5,7 +5,7 @@ A program computes loss and gradient, or loss, gradient and Adam step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -16,13 +16,40 @@ from torch.fx import GraphModule
 from torch.nn.functional import pad
 
 from lightning_rl.distributed import world_size
-from lightning_rl.fast.engine import ComputedLoss, KnownLoss
 from lightning_rl.fast.flat_adam import Vectors
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.rollouts.batch import Batch
 
 # More graphs of one loss mean that a value in it changes with every rollout.
 _MOST_GRAPHS = 8
+
+
+Recorded = tuple[tuple[str, ...], Tensor, Collection[str]]
+"""Names and values of recorded numbers, `[len(names)]`, and the names of those that may be NaN or infinite."""
+
+
+class ComputedLoss(NamedTuple):
+    """The attributes of a `Loss` that a gradient step reads, without an autograd graph.
+
+    Attributes:
+        recorded: Recorded numbers.
+        total: The loss, a scalar.
+        terms: The weighted terms of the loss, a list or `[M]`.
+        first_log_ratios: Logarithms of the importance ratios, `[N]`.
+        limits: Maximum of recorded values, by name.
+        has_value: Whether the loss contains a value loss.
+    """
+
+    recorded: Recorded
+    total: Tensor
+    terms: Any
+    first_log_ratios: Tensor | None
+    limits: dict[str, Any]
+    has_value: bool
+
+
+KnownLoss = tuple[ComputedLoss, list[tuple[nn.Parameter, Tensor]]]
+"""A loss, and its gradient for each parameter that it depends on."""
 
 
 class Graph:

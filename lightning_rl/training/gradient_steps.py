@@ -242,7 +242,7 @@ class GradientSteps:
 
     # ------------------------------------------------------------------ one step
 
-    def record_loss(self, loss: Loss) -> Tensor:
+    def record_loss(self, loss: Any) -> Tensor:  # noqa: ANN401 - a `Loss` or a `ComputedLoss`
         """Record the terms of a loss, stop the updates if a limit is exceeded, and return the total."""
         self._has_value |= loss.has_value
         self.record.add_together(*loss.recorded)
@@ -252,7 +252,7 @@ class GradientSteps:
             self.observe_first_ratios(loss.first_log_ratios)
         if loss.limits:
             self.record.stop_unless(_is_within_limits(loss))
-        return loss.total
+        return loss.total  # type: ignore[no-any-return]
 
     def _backward(self, total: Tensor) -> None:
         if world_size() > 1:
