@@ -33,10 +33,9 @@ RANKED: dict[str, tuple[type[PPO], dict[str, Any], dict[str, Any]]] = {
         kind: (PPO, data_options(SAMPLE[1]), merged(model_options(SAMPLE[1]), {"policy": {"memory": memory}}))
         for kind, memory in MEMORIES.items()
     },
-    **{
-        f"agents-{'shared' if shares else 'separate'}": (MAPPO, AGENTS, {"share_policy": shares})
-        for shares in (True, False)
-    },
+    "agents-shared": (MAPPO, AGENTS, {}),
+    "agents-separate": (MAPPO, AGENTS, {"share_policy": False}),
+    "agents-memory": (MAPPO, AGENTS, {"policy": {"memory": MEMORIES["mingru"]}}),
 }
 """Algorithm, options of the data and options of the model, by name."""
 
