@@ -201,6 +201,8 @@ def test_own_network_environment_and_algorithm_work_as_described():
     assert 0 < cli.trainer.callback_metrics["rollout/position"] < 5
     loaded = PPO.load_from_checkpoint(cli.run_dir / "checkpoints/last.ckpt")
     assert type(loaded.policy.critic_encoder).__name__ == "Encoder"
+    cli = main([*commands(page)[0], "--max_env_steps=256", "--data.evaluation.episodes=2"])
+    assert cli.model.policy.actor_encoder.linear.out_features == 128
     # The shortest way is five steps to the right, and the algorithm of one's own finds it.
     options = ["--data.env_id=my_package:Corridor-v0", "--data.env.kwargs={length: 5}", "--data.num_envs=16"]
     options += [

@@ -155,6 +155,8 @@ class OnPolicyAlgorithm(LightningModule):
 
     learns_off_policy = False
     """Whether rollouts of earlier policy versions are accepted; their lag is then logged."""
+    learns_from_recorded_steps = False
+    """Whether the data are `RecordedEpisodes`, which have no log-probabilities and values."""
     without_effect: ClassVar[Mapping[str, str]] = {}
     """Options of the base class that the algorithm does not use, with the reason; setting one is an error."""
     policy: ActorCritic
@@ -619,17 +621,21 @@ class OnPolicyAlgorithm(LightningModule):
         check(fast_paths != "compiled" or problem is None, "debug.fast_paths", fast_paths, f"auto, since {problem}")
         self.schedules.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")
 
-    def check_actors(self, num_actors: int) -> None:
-        """Raise a `ConfigurationError` for asynchronous actors if the algorithm needs on-policy rollouts."""
-        expected = f"0: {type(self).__name__} learns from rollouts of the current policy alone"
+    def check_data(self, data: Any) -> None:  # noqa: ANN401 - data modules of users too
+        """Raise a `ConfigurationError` for a data module whose batches the algorithm does not learn from."""
+        name, num_actors = type(self).__name__, getattr(data, "num_actors", 0)
+        expected = f"0: {name} learns from rollouts of the current policy alone"
         check(not num_actors or self.learns_off_policy, "actors.count", num_actors, expected)
+        needed = self.learns_from_recorded_steps
+        expected = f"{'RecordedEpisodes' if needed else 'RolloutDataModule'}, which {name} learns from"
+        check(getattr(data, "has_recorded_steps", needed) == needed, "data", type(data).__name__, expected)
 
     def on_fit_start(self) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if not self._restored_ranks and self.trainer.fit_loop.total_batch_idx < 0:  # a new run
             self.clock.env_steps_before_epochs = self.env_steps
         self.check_run(self.trainer, getattr(data, "rollout_shape", None))
-        self.check_actors(getattr(data, "num_actors", 0))
+        self.check_data(data)
 
     def on_train_start(self) -> None:
         _update_acting_policy(self)

@@ -39,6 +39,7 @@ class BehaviourCloning(OnPolicyAlgorithm):
         **kwargs: Options of `OnPolicyAlgorithm` for policies without memory.
     """
 
+    learns_from_recorded_steps = True
     without_effect: ClassVar[Mapping[str, str]] = dict.fromkeys(
         _WITHOUT_EFFECT, "only the policy is learned, from recorded actions"
     )

@@ -141,7 +141,7 @@ class OnPolicyCLI(LightningCLI):
             handler.watch(self.trainer)
         if self._fits:
             self.model.check_run(self.trainer, self.datamodule.rollout_shape)
-            self.model.check_actors(self.datamodule.num_actors)
+            self.model.check_data(self.datamodule)
         if self.checkpoint is not None:
             if self._fits:
                 check_resumable(self.checkpoint, self.model)

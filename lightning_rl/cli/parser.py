@@ -26,7 +26,7 @@ from lightning_rl.callbacks.episode_recorder import RecordAs
 from lightning_rl.cli import COMMANDS, TRAINER_COMMANDS
 from lightning_rl.distributed import causes
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.options import types_of
+from lightning_rl.options import defaults_of, types_of
 from lightning_rl.tools.shipped_configs import resolve
 from lightning_rl.training.parameter_groups import Part
 from lightning_rl.validation import ConfigurationError, ExplainedError, did_you_mean, import_class
@@ -189,6 +189,9 @@ class CommandParser(LightningArgumentParser):
             types |= {f"{group}.{name}".removeprefix("."): hint for name, hint in types_of(source).items()}
         # Options of a class that cannot be imported are unknown.
         mistakes = mistakes or [*_mistakes(given, {name: x for name, x in types.items() if name not in _BASES})]
+        for option, _, cls in classes:
+            required = [name for name in types_of(cls) if name.partition(".")[0] not in defaults_of(cls)]
+            mistakes += [(f"are required: {name}", f"{option}.{name} required") for name in required]
         # The parser names the first mistake only, and knows more: the other settings may be right.
         text = "\n".join(text for key, text in mistakes if key in message) or message
         text = (None if ex is None else error_message(ex)) or text
@@ -272,14 +275,15 @@ def _mistakes(given: Sequence[tuple[str, Any]], types: Mapping[str, Any]) -> Ite
     for name, value in given:
         group, _, last = name.rpartition(".")
         shown = f"{name.replace('.class_path', '')}={value!r}"
+        option = name.removesuffix(".class_path").removesuffix(".help")
         if group.endswith(".class_path"):
             yield last, f"{shown} is beside class_path: expected it under init_args"
-        elif name in _BASES or last in ("class_path", "help") or any(name.startswith(f"{x}.") for x in types):
+        elif option in _BASES or any(name.startswith(f"{x}.") for x in types):
             continue
-        elif any(option.startswith(f"{name}.") for option in types):
+        elif any(x.startswith(f"{name}.") for x in types):
             yield last, f"{shown} is not valid: expected a dict of its options"
         elif name not in types:
-            yield last, f"{shown} is no option{did_you_mean(name, types)}"
+            yield last, f"{shown} is no option{did_you_mean(option, [*types, *_BASES])}"
         elif not _fits(value, types[name]):
             yield last, f"{shown} is not valid: expected {_expected(types[name])}"
 

@@ -107,6 +107,8 @@ class RolloutDataModule(LightningDataModule):
         seed: Seed of environments and actions. None takes the seed of `seed_everything`, or a random one.
     """
 
+    has_recorded_steps = False
+
     def __init__(
         self,
         env_id: str,

@@ -89,6 +89,8 @@ class RecordedEpisodes(RolloutDataModule):
         **kwargs: See `RolloutDataModule`.
     """
 
+    has_recorded_steps = True
+
     def __init__(
         self,
         env_id: str,

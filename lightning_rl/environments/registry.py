@@ -123,8 +123,9 @@ def is_atari(spec: EnvSpec, obs_type: str | None = None) -> bool:
 def unknown_id(env_id: str, known: Iterable[str], otherwise: str = "") -> ConfigurationError:
     """Return the error for an unknown id: it names the nearest known ids, or ends with `otherwise`."""
     by_lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(env_id.rpartition(":")[2].lower(), by_lower, n=3, cutoff=0.75)
-    hint = f"; did you mean {', '.join(by_lower[name] for name in near)}?" if near else otherwise
+    module, colon, name = env_id.rpartition(":")
+    near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.75)
+    hint = f"; did you mean {', '.join(module + colon + by_lower[one] for one in near)}?" if near else otherwise
     return ConfigurationError(f"env_id={env_id!r} is unknown: expected a registered environment id{hint}")
 
 

@@ -608,6 +608,7 @@ def test_a_missing_info_key_is_one_warning():
             ["--data.env.wrappers=[{class_path: 5}]"],
             "env.wrappers: class_path=5 is not valid: expected the path of a class",
         ),
+        (["--model=BehaviourCloning"], "data='RolloutDataModule' is not valid: expected RecordedEpisodes"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -621,6 +622,7 @@ def test_a_bad_setting_is_one_message_and_status_1_and_leaves_no_run_folder(caps
     [
         ("data:\n  num_envz: 3\n", "data.num_envz=3 is no option; did you mean data.num_envs or"),
         ("dota:\n  num_envs: 3\n", "dota.num_envs=3 is no option; did you mean data.num_envs or"),
+        ("modl:\n  class_path: PPO\n", r"modl='PPO' is no option; did you mean model\?$"),
         ("data:\n  num_envs: many\n", "data.num_envs='many' is not valid: expected an integer$"),
         ("data:\n  backend: envpol\n", "data.backend='envpol' is not valid: expected sync, .*, torch or envpool$"),
         ("model:\n  class_path: PPO\n  init_args:\n    gama: 0.9\n", "model.gama=0.9 is no .* you mean model.gamma"),
@@ -638,6 +640,7 @@ def test_a_bad_setting_is_one_message_and_status_1_and_leaves_no_run_folder(caps
     ids=[
         "key",
         "section",
+        "class of a section",
         "type",
         "choice",
         "argument",
@@ -695,6 +698,8 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
             ["fit", *SMALL, "--seed_everything=x"],
             "seed_everything='x' is not valid: expected true or",
         ),
+        (["fit", "--model=Distillation", "--data.env_id=CartPole-v1"], "model.teacher required$"),
+        (["fit", *SMALL, "--data=RecordedEpisodes"], "data.episodes required$"),
         (["fit", "--model.help", "PPOO"], "model='PPOO' is no known class; did you mean PPO"),
         (["fit", *SMALL, "--data.nonsense=3"], "data.nonsense=3 is no option$"),
         (["fit", *SMALL, "--max_env=3"], "max_env=3 is no option; did you mean max_env_steps"),

@@ -79,6 +79,18 @@ def test_batch_has_recorded_steps_with_policy_actions():
     assert not torch.equal(batches[0].observations, batches[1].observations)
 
 
+def test_recorded_steps_and_rollouts_are_not_taken_for_each_other():
+    steps, rollouts = recorded(), make_data("tests.probes:Probe/Aim-v0", **AIM | SMALL)
+    expected = {
+        PPO: (steps, "RecordedEpisodes", "RolloutDataModule"),
+        BehaviourCloning: (rollouts, "RolloutDataModule", "RecordedEpisodes"),
+    }
+    for algorithm, (data, given, needed) in expected.items():
+        model = algorithm(data.observation_space, data.action_space)
+        with pytest.raises(ConfigurationError, match=f"^data='{given}' is not valid: expected {needed}, "):
+            make_trainer().fit(model, data)
+
+
 def test_cloning_trains_only_the_actor_and_critic_pretraining_keeps_its_return(tmp_path):
     data = recorded(rollouts_per_epoch=40)
     torch.manual_seed(0)

@@ -184,7 +184,7 @@ def test_id_with_a_module_imports_the_module_first(tmp_path, monkeypatch):
     make("their_envs:Theirs-v0", backend="async")
     with pytest.raises(ConfigurationError, match=r"^env_id='no_such_module:X-v0': module 'no_such_module' cannot"):
         make("no_such_module:X-v0")
-    with pytest.raises(ConfigurationError, match="did you mean Theirs-v0"):
+    with pytest.raises(ConfigurationError, match="did you mean their_envs:Theirs-v0"):
         make("their_envs:Thiers-v0")
     del gymnasium.registry["Theirs-v0"]
 
