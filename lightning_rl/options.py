@@ -7,13 +7,11 @@ dicts.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, get_args, get_type_hints
 
-from lightning_rl.validation import ConfigurationError, check, did_you_mean
+from lightning_rl.validation import ConfigurationError, check, check_type, did_you_mean
 
 Group = Any
 """An instance of a frozen dataclass."""
@@ -85,19 +83,21 @@ def refuse_unknown_options(cls: type, unknown: Mapping[str, object]) -> None:
 def changed(name: str, group: Group, given: Any) -> Group:  # noqa: ANN401 - what a user gave
     """Return a group with the fields changed that a dict names; a group of the same class changes all of them.
 
-    A group inside either may be a dict too. Anything else, and unknown fields, raise a `ConfigurationError`.
+    A group inside either may be a dict too. Anything else, unknown fields and values out of the range in the type of
+    their field raise a `ConfigurationError`.
     """
     if isinstance(given, type(group)):
         given = vars(given)
     check(isinstance(given, Mapping), name, given, f"{type(group).__name__}(...) or a dict of its options")
-    known = [field.name for field in fields(group)]
+    known = get_type_hints(type(group), include_extras=True)
     changes = {}
     for key, value in given.items():
         if key not in known:
             hint = did_you_mean(str(key), known) or f"; {name} has {', '.join(known)}"
             raise ConfigurationError(f"{name}.{key}={value!r} is no option{hint}")
-        current = getattr(group, key)
-        changes[key] = changed(f"{name}.{key}", current, value) if is_dataclass(current) else value
+        current, option = getattr(group, key), f"{name}.{key}"
+        check_type(option, value, known[key])
+        changes[key] = changed(option, current, value) if is_dataclass(current) else value
     return replace(group, **changes)
 
 
@@ -135,15 +135,3 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
             place = place.setdefault(one, {})
         place[last] = value
     return result
-
-
-@contextmanager
-def options_named(names: Mapping[str, str]) -> Iterator[None]:
-    """Replace the name of an argument at the start of an error by the full name of the option, from `names`."""
-    try:
-        yield
-    except ConfigurationError as error:
-        argument = re.match(r"\w*", str(error))[0]  # type: ignore[index]
-        if argument in names:
-            error.args = (names[argument] + str(error)[len(argument) :],)
-        raise

@@ -11,9 +11,11 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 
@@ -119,7 +121,12 @@ def check_bool(field: str, value: T) -> T:
 
 def check_positive_int(field: str, value: T) -> T:
     """Return `value`, or raise unless it is an integer of at least 1 that fits into 64 bits."""
-    check(is_int(value) and value >= 1, field, value, "an integer of at least 1")
+    return check_int(field, value, 1)
+
+
+def check_int(field: str, value: T, at_least: float) -> T:
+    """Return `value`, or raise unless it is an integer of at least `at_least` that fits into 64 bits."""
+    check(is_int(value) and value >= at_least, field, value, f"an integer of at least {at_least}")
     check(is_int(value) and value < 2**63, field, value, "an integer of 64 bits")
     return value
 
@@ -159,6 +166,45 @@ def check_number(
     check(inside, field, value, "a number " + " and ".join(bounds))
     check(abs(value) <= _LARGEST, field, value, f"a number of at most {_LARGEST:.3g}, the largest of float32")
     return value
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number, as part of its type: `Annotated[float, Range(above=0)]`. An integer needs `at_least`."""
+
+    above: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+
+
+PositiveInt = Annotated[int, Range(at_least=1)]
+NonNegativeInt = Annotated[int, Range(at_least=0)]
+PositiveFloat = Annotated[float, Range(above=0)]
+NonNegativeFloat = Annotated[float, Range(at_least=0)]
+
+
+def check_type(field: str, value: Any, hint: Any) -> None:  # noqa: ANN401
+    """Raise unless `value` has a type: `bool`, a `Literal`, `Sequence[str]`, or a number with a `Range`; or is None.
+
+    None must be part of the type. Values of other types are not checked.
+    """
+    is_union = get_origin(hint) in (Union, UnionType)
+    kinds = [kind for kind in (get_args(hint) if is_union else [hint]) if kind is not NoneType]
+    is_optional = is_union and NoneType in get_args(hint)
+    if len(kinds) > 1 or (is_optional and value is None):
+        return
+    origin, arguments = get_origin(kinds[0]), get_args(kinds[0])
+    if kinds[0] is bool:
+        check_bool(field, value)
+    elif origin is Literal:
+        expected = f"{'null or ' if is_optional else ''}one of {', '.join(arguments)}"
+        check(is_one_of(value, arguments), field, value, expected)
+    elif origin is Sequence and arguments == (str,):
+        check_names(field, value, "a list of names")
+    elif origin is Annotated and arguments[0] is int:
+        check_int(field, value, arguments[1].at_least)
+    elif origin is Annotated:
+        check_number(field, value, **asdict(arguments[1]))
 
 
 def check_can_make(field: str, folder: str | Path) -> None:

@@ -40,7 +40,6 @@ from lightning_rl.options import (
     defaults_of,
     flat,
     nested,
-    options_named,
     parameters_of,
     refuse_unknown_options,
 )
@@ -206,8 +205,7 @@ class OnPolicyAlgorithm(LightningModule):
         self._restored_ranks: list[dict[str, Any]] = []
         self._restored_plan: int | None = None
         self._set_learning_rates(learning_rate)
-        with options_named(POLICY_OPTIONS):
-            self.policy = self.make_policy()
+        self.policy = self.make_policy()
         # Acting may happen in another process, which has the policy alone.
         self.policy.fast_paths = options["debug.fast_paths"]
         self._check_policy()

@@ -85,7 +85,7 @@ class SeparateActorCritics(ActorCritic):
     """One actor-critic per agent; the agents share only the statistics of normalization."""
 
     def __init__(self, space: spaces.Dict, action_space: spaces.Space[Any], **options: Any) -> None:  # noqa: ANN401
-        check(options["memory"] is None, "memory", options["memory"], "None with share_policy=False")
+        check(options["memory"] is None, "policy.memory", options["memory"], "None with share_policy=False")
         arguments = {name: options.pop(name) for name in _ENCODER_OPTIONS}
         network: Any = {"class_path": f"{__name__}.EncoderPerAgent", "init_args": arguments}
         super().__init__(space, action_space, network=network, **options)

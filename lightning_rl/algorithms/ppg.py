@@ -52,7 +52,7 @@ class AuxiliaryActorCritic(ActorCritic):
         features = self.actor_encoder.out_features if self.memory is None else self.memory.hidden_size
         self.auxiliary_head = HeadLinear(int(features), 1, gain=1.0)  # type: ignore[arg-type]
         expected = "not separate, since the value is read from what the policy remembers (architecture: detached)"
-        check(not (self.detached and self.critic_core is not None), "memory", options.get("memory"), expected)
+        check(not (self.detached and self.critic_core is not None), "policy.memory", options.get("memory"), expected)
 
     def forward_auxiliary(
         self, observations: Nested, sequences: Sequences | None = None

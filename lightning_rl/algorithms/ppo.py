@@ -20,7 +20,7 @@ from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.config import AdvantageConfig, AdvantageOptions, ClippingConfig, ClippingOptions
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import check, check_bool, check_number, check_positive_int
+from lightning_rl.validation import check, check_number, check_positive_int
 
 # Members of PPO that its loss uses.
 READ_BY_LOSS = ("actor_critic", "add_policy_terms", "clip_fraction", "clip_ranges", "new_loss", "descend")
@@ -101,17 +101,13 @@ class PPO(OnPolicyAlgorithm):
             value = self.options[option]
             return None if value is None else self.scheduled(name, value, above=0, option=option)
 
-        def number(option: str, above: float) -> float | None:
-            value = self.options[option]
-            return None if value is None else check_number(option, value, above=above)
-
         self.clip_range_low = scheduled("clipping.low", "clip_range_low")
         self.clip_range_high = scheduled("clipping.high", "clip_range_high")
         self.clip_range_value = scheduled("clipping.value", "clip_range_value")
-        self.log_prob_clip = number("clipping.log_prob", above=0)
-        self.dual_clip = number("clipping.dual", above=1)
-        self.value_huber_delta = number("clipping.value_huber_delta", above=0)
-        rollback = check_bool("clipping.rollback", self.options["clipping.rollback"])
+        self.log_prob_clip = self.options["clipping.log_prob"]
+        self.dual_clip = self.options["clipping.dual"]
+        self.value_huber_delta = self.options["clipping.value_huber_delta"]
+        rollback = self.options["clipping.rollback"]
         check(not rollback or self.target_kl is not None, "clipping.rollback", rollback, "a target_kl beside it")
         self.steps.rollback = rollback
 

@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import torch
 from gymnasium import spaces
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lightning_rl.masks import find_masks
 from lightning_rl.nested import Nested, join, map_leaves, part_at, space_leaves, without
-from lightning_rl.policies.distributions import ActionDistribution, Distribution, make_action_head
+from lightning_rl.options import changed
+from lightning_rl.policies.distributions import Distribution, make_action_head
 from lightning_rl.policies.distributions.continuous import BetaHead
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.policies.memory_cells import make_core
@@ -30,7 +31,7 @@ from lightning_rl.policies.normalization import (
 from lightning_rl.policies.recurrent import Memory, MemoryOptions, RecurrentCore
 from lightning_rl.rollouts.sequences import Segments, Sequences
 from lightning_rl.spaces import is_image
-from lightning_rl.validation import ClassSpec, check
+from lightning_rl.validation import ClassSpec, Range, check
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class PolicyConfig:
     shared_encoder: bool | None = None
     critic_only: Sequence[str] | None = None
     memory: Memory = None
-    initial_log_std: float = 0.0
+    initial_log_std: Annotated[float, Range(at_least=-20, at_most=20)] = 0.0
     action_distribution: str | ClassSpec | None = None
 
 
@@ -85,14 +86,15 @@ T = TypeVar("T")
 class ActorCritic(nn.Module):
     """Encoders and recurrent cores, shared by actor and critic or separate, with an action head and a value head.
 
-    All arguments but the spaces are options: see `PolicyConfig`, and for `normalize_observations` and
-    `value_normalization` the options `observations` and `values` of `NormalizationConfig`. Value estimates are in units
-    of return, whatever the `value_normalization`.
+    Value estimates are in units of return, whatever the `value_normalization`.
 
     Args:
         observation_space: `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, or any nesting of these in `Dict` and
             `Tuple`. `ActionMask`s in one part of it say which actions are valid; the encoders do not see them.
         action_space: `Discrete`, `MultiDiscrete`, `MultiBinary`, `Box`, or any nesting of these in `Dict` and `Tuple`.
+        normalize_observations: Option `observations` of `NormalizationConfig`.
+        value_normalization: Option `values` of `NormalizationConfig`.
+        **options: Options of `PolicyConfig`.
     """
 
     def __init__(
@@ -100,39 +102,33 @@ class ActorCritic(nn.Module):
         observation_space: spaces.Space[Any],
         action_space: spaces.Space[Any],
         *,
-        network: Network = "auto",
-        hidden_sizes: Sequence[int] = (64, 64),
-        activation: str = "tanh",
-        discrete_encoding: DiscreteEncoding = "one_hot",
-        shared_encoder: bool | None = None,
-        critic_only: Sequence[str] | None = None,
-        memory: Memory = None,
-        value_normalization: ValueNormalization | None = None,
         normalize_observations: bool | dict[str, float] = False,
-        initial_log_std: float = 0.0,
-        action_distribution: ActionDistribution = None,
+        value_normalization: ValueNormalization | None = None,
+        **options: Any,  # noqa: ANN401
     ) -> None:
         super().__init__()
-        self.memory = MemoryOptions.parse(memory)
+        config = changed("policy", PolicyConfig(), options)
+        self.memory = MemoryOptions.parse(config.memory)
         self.observation_normalizer: ObservationNormalizer | NestedNormalizer | None = None
         encoded_space = observation_space
         if normalize_observations is not False:
-            options = {} if normalize_observations is True else normalize_observations
-            self.observation_normalizer, encoded_space = make_normalizer(observation_space, options)
+            moments = {} if normalize_observations is True else normalize_observations
+            self.observation_normalizer, encoded_space = make_normalizer(observation_space, moments)
         self._mask_path = find_masks(observation_space)
         self._masks = frozenset(() if self._mask_path is None else (self._mask_path,))
         encoded_space = without(encoded_space, self._masks)
-        self.critic_only = _check_critic_only(critic_only, encoded_space, shared_encoder)
+        self.critic_only = _check_critic_only(config.critic_only, encoded_space, config.shared_encoder)
         actor_space = without(encoded_space, self.critic_only)
         # The leading dimensions of an observation are read off one leaf that both actor and critic see.
         self._first_path, first = next(iter(space_leaves(actor_space).items()))
         self._first_dims = len(first.shape or ())
 
         has_images = any(map(is_image, space_leaves(observation_space).values()))
-        shared = has_images and not self.critic_only if shared_encoder is None else shared_encoder
-        mlp: Any = (hidden_sizes, activation, discrete_encoding)
-        self.actor_encoder = make_encoder(actor_space, _network_of_actor(network, actor_space, encoded_space), *mlp)
-        self.critic_encoder = None if shared else make_encoder(encoded_space, network, *mlp)
+        shared = has_images and not self.critic_only if config.shared_encoder is None else config.shared_encoder
+        mlp = (config.hidden_sizes, config.activation, config.discrete_encoding)
+        network = _network_of_actor(config.network, actor_space, encoded_space)
+        self.actor_encoder = make_encoder(actor_space, network, *mlp)
+        self.critic_encoder = None if shared else make_encoder(encoded_space, config.network, *mlp)
         width = value_width = int(self.actor_encoder.out_features)  # type: ignore[arg-type]
         if self.critic_encoder is not None:
             value_width = int(self.critic_encoder.out_features)  # type: ignore[arg-type]
@@ -145,7 +141,9 @@ class ActorCritic(nn.Module):
             width = value_width = self.memory.hidden_size
 
         mask_space = None if self._mask_path is None else part_at(observation_space, self._mask_path)
-        self.action_head = make_action_head(action_space, width, initial_log_std, action_distribution, mask_space)
+        self.action_head = make_action_head(
+            action_space, width, config.initial_log_std, config.action_distribution, mask_space
+        )
         self.value_head = HeadLinear(value_width, 1, gain=1.0)
         self.value_normalizer = make_value_normalizer(value_normalization)
 
@@ -339,12 +337,17 @@ def _check_critic_only(
     if not paths:
         return frozenset()
     known = list(_dict_paths(space))
-    check(bool(known), "critic_only", paths, f"None, since observations are no Dict but {space}")
+    check(bool(known), "policy.critic_only", paths, f"None, since observations are no Dict but {space}")
     for path in paths:
-        check(path in known, "critic_only", paths, f"some of {', '.join(known)}, got {path!r}")
+        check(path in known, "policy.critic_only", paths, f"some of {', '.join(known)}, got {path!r}")
     left = space_leaves(without(space, paths))
-    check(bool(left), "critic_only", paths, "at least one part for the actor")
-    check(shared_encoder is not True, "shared_encoder", True, f"None or False, since critic_only={list(paths)}")
+    check(bool(left), "policy.critic_only", paths, "at least one part for the actor")
+    check(
+        shared_encoder is not True,
+        "policy.shared_encoder",
+        True,
+        f"None or False, since critic_only={list(paths)}",
+    )
     return frozenset(paths)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_rl.distributed import Reduce, exact_dtype, identity
 from lightning_rl.nested import Nested, join, module_name, part_at, replace_leaves, space_leaves
 from lightning_rl.spaces import is_image
-from lightning_rl.validation import check, check_number, is_one_of
+from lightning_rl.validation import check, check_number, check_type
 
 RewardScale = Literal["return_std", "reward_std"]
 """Divisor of rewards: the running standard deviation of the discounted return, or of the rewards themselves."""
@@ -126,15 +126,15 @@ def make_normalizer(
     """
     known = {"clip": {"above": 0}, "epsilon": {"at_least": 0}, "initial_variance": {"at_least": 0}}
     for name, value in options.items():
-        check(name in known, "normalize_observations", options, f"true, false or some of {', '.join(known)}")
-        check_number(f"normalize_observations.{name}", value, **known[name])
+        check(name in known, "normalization.observations", options, f"true, false or some of {', '.join(known)}")
+        check_number(f"normalization.observations.{name}", value, **known[name])
     shapes = {
         path: leaf.shape
         for path, leaf in space_leaves(space).items()
         if isinstance(leaf, spaces.Box) and not is_image(leaf)
     }
     expected = f"False, since only a Box that is no image can be normalized, and {space} has none"
-    check(bool(shapes), "normalize_observations", True, expected)
+    check(bool(shapes), "normalization.observations", True, expected)
     bound = ObservationNormalizer((), **options).clip
 
     def bounded(path: str, leaf: spaces.Space[Any]) -> spaces.Space[Any]:
@@ -198,8 +198,7 @@ class PopArt(ValueNormalizer):
 
 def make_value_normalizer(kind: ValueNormalization | None) -> ValueNormalizer | None:
     """Return the value normalizer of a kind; None for None."""
-    kinds = get_args(ValueNormalization)
-    check(kind is None or is_one_of(kind, kinds), "value_normalization", kind, "null or one of " + ", ".join(kinds))
+    check_type("normalization.values", kind, ValueNormalization | None)
     if kind is None:
         return None
     return PopArt() if kind == "popart" else ValueNormalizer()

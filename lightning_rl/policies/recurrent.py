@@ -15,7 +15,7 @@ from lightning_rl.nested import Nested, first_leaf, map_leaves, map_stacked
 from lightning_rl.options import changed
 from lightning_rl.policies.networks.mlp import at_least_float32, orthogonal_
 from lightning_rl.rollouts.sequences import Segments
-from lightning_rl.validation import check, check_bool, check_positive_int, is_int, is_one_of
+from lightning_rl.validation import NonNegativeInt, PositiveInt, check, is_one_of
 
 Array = np.ndarray[Any, Any]
 Memory = str | dict[str, Any] | None
@@ -38,31 +38,25 @@ class MemoryOptions:
     """
 
     kind: str
-    hidden_size: int = 128
-    num_layers: int = 1
+    hidden_size: PositiveInt = 128
+    num_layers: PositiveInt = 1
     separate: bool | None = None
-    sequence_length: int | None = None
-    burn_in: int = 0
-    context_length: int | None = None
+    sequence_length: PositiveInt | None = None
+    burn_in: NonNegativeInt = 0
+    context_length: PositiveInt | None = None
 
     @classmethod
     def parse(cls, value: Any) -> MemoryOptions | None:  # noqa: ANN401 - unchecked input of a user
         """Return the checked options for a value of `memory`."""
         if value is None:
             return None
-        options: MemoryOptions = changed("memory", cls(""), {"kind": value} if isinstance(value, str) else value)
-        check(is_one_of(options.kind, _KINDS), "memory: kind", options.kind, f"one of {', '.join(_KINDS)}")
-        for name in ("hidden_size", "num_layers", "sequence_length", "context_length"):
-            if getattr(options, name) is not None or getattr(cls, name) is not None:
-                check_positive_int(f"memory.{name}", getattr(options, name))
+        options: MemoryOptions = changed("policy.memory", cls(""), {"kind": value} if isinstance(value, str) else value)
+        check(is_one_of(options.kind, _KINDS), "policy.memory: kind", options.kind, f"one of {', '.join(_KINDS)}")
         is_used = options.context_length is None or options.kind == "gtrxl"
-        check(is_used, "memory.context_length", options.context_length, "None unless kind is gtrxl")
-        if options.separate is not None:
-            check_bool("memory.separate", options.separate)
-        check(is_int(options.burn_in) and options.burn_in >= 0, "memory.burn_in", options.burn_in, "0 or more steps")
+        check(is_used, "policy.memory.context_length", options.context_length, "None unless kind is gtrxl")
         has_before = options.burn_in == 0 or options.sequence_length is not None
         expected = "0 if sequence_length is None: no steps precede the sequence of a whole rollout"
-        check(has_before, "memory.burn_in", options.burn_in, expected)
+        check(has_before, "policy.memory.burn_in", options.burn_in, expected)
         return options
 
     def are_separate(self, shared_encoder: bool) -> bool:
@@ -70,7 +64,7 @@ class MemoryOptions:
         if self.separate is None:
             return not shared_encoder
         expected = "true or None, since actor and critic have an encoder each (shared_encoder)"
-        check(self.separate or shared_encoder, "memory.separate", self.separate, expected)
+        check(self.separate or shared_encoder, "policy.memory.separate", self.separate, expected)
         return self.separate
 
     def num_sequences(self, rollout_shape: tuple[int, int]) -> int:
@@ -78,7 +72,7 @@ class MemoryOptions:
         length, num_envs = rollout_shape
         size = self.sequence_length or length
         expected = f"a divisor of the {length} steps of a rollout (rollout_length)"
-        check(length % size == 0, "memory.sequence_length", size, expected)
+        check(length % size == 0, "policy.memory.sequence_length", size, expected)
         return length // size * num_envs
 
     def stored_steps(self, length: int) -> list[int]:

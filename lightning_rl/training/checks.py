@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -18,12 +17,10 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.strategies.xla import XLAStrategy
 
-from lightning_rl.options import options_named
+from lightning_rl.options import changed
 from lightning_rl.policies.actor_critic import check_modes_agree
 from lightning_rl.policies.networks import network_to_plain_data
-from lightning_rl.policies.recurrent import MemoryOptions
 from lightning_rl.spaces import differing, space_to_dict
-from lightning_rl.training.config import AdvantageConfig, DebugConfig, NormalizationConfig, OptimizerConfig
 from lightning_rl.training.metrics import histogram_loggers
 from lightning_rl.training.optimizers import (
     SCHEDULER,
@@ -37,14 +34,9 @@ from lightning_rl.training.schedules import parse_schedule
 from lightning_rl.validation import (
     ConfigurationError,
     check,
-    check_bool,
     check_keywords,
-    check_names,
     check_number,
-    check_positive_int,
     class_path,
-    is_int,
-    is_list,
     is_one_of,
     to_plain_data,
 )
@@ -62,8 +54,7 @@ def plain_options(given: Mapping[str, Any]) -> dict[str, Any]:
         elif name in _CLASSES and value is not None:
             plain[name] = class_path(name, value)
         elif name == "policy.network" and not isinstance(value, str):
-            with options_named({"network": name}):
-                plain[name] = network_to_plain_data(value)
+            plain[name] = network_to_plain_data(value)
         elif name == "optimizer.groups":
             plain[name] = group_options(value)
         else:
@@ -72,44 +63,16 @@ def plain_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _CLASSES = ("optimizer.name", "optimizer.critic.name", "optimizer.scheduler.name")
-_GROUPS: dict[str, type] = {
-    "optimizer": OptimizerConfig,
-    "advantages": AdvantageConfig,
-    "normalization": NormalizationConfig,
-    "debug": DebugConfig,
-}
 
 
 def check_options(given: Mapping[str, Any], without_effect: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
     """Check the options of every algorithm, by full name; `without_effect` has reasons by option that is not used."""
     for name, reason in without_effect.items():
         check(given[name] == defaults[name], name, given[name], f"{defaults[name]!r}: {reason}")
-    for group, config in _GROUPS.items():
-        for name, kind in get_type_hints(config).items():
-            option = f"{group}.{name}"
-            if kind is bool:
-                check_bool(option, given[option])
-            elif get_origin(kind) is Literal:
-                choices = get_args(kind)
-                check(is_one_of(given[option], choices), option, given[option], f"one of {', '.join(choices)}")
     check_number("gamma", given["gamma"], at_least=0, at_most=1)
-    skipped = given["debug.max_skipped_updates"]
-    check(is_int(skipped) and skipped >= 0, "debug.max_skipped_updates", skipped, "an integer of at least 0")
-    _check_policy(given)
     _check_normalizers(given)
     _check_optimizer(given)
     _check_learning_rates(given)
-
-
-def _check_policy(given: Mapping[str, Any]) -> None:
-    with options_named({"memory": "policy.memory"}):
-        MemoryOptions.parse(given["policy.memory"])
-    if given["policy.shared_encoder"] is not None:
-        check_bool("policy.shared_encoder", given["policy.shared_encoder"])
-    sizes, paths = given["policy.hidden_sizes"], given["policy.critic_only"]
-    check(is_list(sizes), "policy.hidden_sizes", sizes, "a list of integers of at least 1")
-    if paths is not None:
-        check_names("policy.critic_only", paths, "a list of paths")
 
 
 def _check_normalizers(given: Mapping[str, Any]) -> None:
@@ -118,8 +81,6 @@ def _check_normalizers(given: Mapping[str, Any]) -> None:
         check(isinstance(observations, bool), "normalization.observations", observations, "true or false, or a dict")
     known = isinstance(rewards, bool) or is_one_of(rewards, ("return_std", "reward_std"))
     check(known, "normalization.rewards", rewards, "true or false, return_std or reward_std")
-    if given["normalization.reward_clip"] is not None:
-        check_number("normalization.reward_clip", given["normalization.reward_clip"], above=0)
 
 
 def _check_optimizer(given: Mapping[str, Any]) -> None:
@@ -134,15 +95,6 @@ def _check_optimizer(given: Mapping[str, Any]) -> None:
     if (scheduler := scheduler_spec(given)) is not None:
         check_scheduler_class(scheduler)
         check(not given["optimizer.anneal"], "optimizer.anneal", True, f"false, since {SCHEDULER} is set")
-    for name in ("max_grad_norm", "max_grad_value"):
-        if given[f"optimizer.{name}"] is not None:
-            check_number(f"optimizer.{name}", given[f"optimizer.{name}"], above=0)
-    for part in ("policy", "value", "shared"):
-        check_number(f"optimizer.l2.{part}", given[f"optimizer.l2.{part}"], at_least=0)
-    if given["optimizer.num_value_epochs"] is not None:
-        check_positive_int("optimizer.num_value_epochs", given["optimizer.num_value_epochs"])
-    warmup = given["optimizer.critic_warmup_steps"]
-    check(is_int(warmup) and warmup >= 0, "optimizer.critic_warmup_steps", warmup, "an integer of at least 0")
 
 
 def _check_learning_rates(given: Mapping[str, Any]) -> None:
@@ -156,13 +108,9 @@ def _check_learning_rates(given: Mapping[str, Any]) -> None:
     field, adaptive = "optimizer.adaptive_learning_rate", given["optimizer.adaptive_learning_rate"]
     if adaptive is None:
         return
-    known = [x.name for x in fields(AdaptiveLearningRate)]
-    valid = isinstance(adaptive, Mapping) and "target_kl" in adaptive and {*adaptive} <= {*known}
-    check(valid, field, adaptive, f"target_kl and optionally {', '.join(known[1:])}")
-    rule = AdaptiveLearningRate(**adaptive)
-    check_number(f"{field}.target_kl", rule.target_kl, above=0)
-    check_number(f"{field}.factor", rule.factor, above=1)
-    check_number(f"{field}.minimum", rule.minimum, above=0)
+    valid = isinstance(adaptive, Mapping) and "target_kl" in adaptive
+    check(valid, field, adaptive, "target_kl and optionally factor, minimum and maximum")
+    rule = changed(field, AdaptiveLearningRate(adaptive["target_kl"]), adaptive)
     check_number(f"{field}.maximum", rule.maximum, at_least=rule.minimum)
     setters = [name for name, value in others.items() if value]
     setters += ["learning_rate, a schedule,"] if isinstance(given["learning_rate"], dict) else []
@@ -262,7 +210,6 @@ def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] |
         expected = "None on XLA, which would compile for every way in which episodes can end in a rollout"
         check(not on_xla, "policy.memory", model.options["policy.memory"], expected)
         if rollout_shape is not None:
-            with options_named({"memory": "policy.memory"}):
-                memory.num_sequences(rollout_shape)
+            memory.num_sequences(rollout_shape)
     shown = not model.options["debug.histograms"] or bool(histogram_loggers(trainer.loggers))
     check(shown, "debug.histograms", True, "false, or a TensorBoardLogger to show them")

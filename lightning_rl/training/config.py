@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -13,6 +13,7 @@ from lightning_rl.policies.normalization import RewardScale, ValueNormalization
 from lightning_rl.rollouts.rollout import OnTruncation
 from lightning_rl.training.parameter_groups import ParameterGroups
 from lightning_rl.training.schedules import Scheduled
+from lightning_rl.validation import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 NormalizeAdvantages = Literal["minibatch", "rollout", "none"]
 
@@ -55,9 +56,9 @@ class L2Config:
         shared: Coefficient for weights of both.
     """
 
-    policy: float = 0.0
-    value: float = 0.0
-    shared: float = 0.0
+    policy: NonNegativeFloat = 0.0
+    value: NonNegativeFloat = 0.0
+    shared: NonNegativeFloat = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,14 @@ class OptimizerConfig:
     options: dict[str, Any] = field(default_factory=dict)
     anneal: bool = False
     scheduler: SchedulerConfig = SchedulerConfig()
-    max_grad_norm: float | None = 0.5
-    max_grad_value: float | None = None
+    max_grad_norm: PositiveFloat | None = 0.5
+    max_grad_value: PositiveFloat | None = None
     critic: CriticOptimizerConfig = CriticOptimizerConfig()
     groups: ParameterGroups = field(default_factory=dict)
     l2: L2Config = L2Config()
     adaptive_learning_rate: dict[str, float] | None = None
-    num_value_epochs: int | None = None
-    critic_warmup_steps: int = 0
+    num_value_epochs: PositiveInt | None = None
+    critic_warmup_steps: NonNegativeInt = 0
 
 
 @dataclass(frozen=True)
@@ -146,10 +147,10 @@ class ClippingConfig:
 
     low: Scheduled | None = None
     high: Scheduled | None = None
-    log_prob: float | None = None
-    dual: float | None = None
+    log_prob: PositiveFloat | None = None
+    dual: Annotated[float, Range(above=1)] | None = None
     value: Scheduled | None = None
-    value_huber_delta: float | None = None
+    value_huber_delta: PositiveFloat | None = None
     rollback: bool = False
 
 
@@ -173,7 +174,7 @@ class NormalizationConfig:
 
     observations: bool | dict[str, float] = False
     rewards: bool | RewardScale = False
-    reward_clip: float | None = 10.0
+    reward_clip: PositiveFloat | None = 10.0
     values: ValueNormalization | None = None
     update: Literal["after", "before"] = "after"
 
@@ -196,7 +197,7 @@ class DebugConfig:
     """
 
     check_numerics: bool = False
-    max_skipped_updates: int = 0
+    max_skipped_updates: NonNegativeInt = 0
     histograms: bool = False
     gradient_norms: bool = False
     fast_paths: Literal["auto", "compiled", "none"] = "auto"

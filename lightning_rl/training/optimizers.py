@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from lightning_rl.training.parameter_groups import SCALE, ParameterGroups, split
 from lightning_rl.validation import (
     ClassSpec,
     ConfigurationError,
+    PositiveFloat,
+    Range,
     check,
     check_arguments,
     check_number,
@@ -209,9 +211,9 @@ class AdaptiveLearningRate:
     change is by `factor`, within `minimum` and `maximum`.
     """
 
-    target_kl: float
-    factor: float = 1.5
-    minimum: float = 1e-6
+    target_kl: PositiveFloat
+    factor: Annotated[float, Range(above=1)] = 1.5
+    minimum: PositiveFloat = 1e-6
     maximum: float = 1e-2
 
     def adapt(self, optimizer: Optimizer, kl: float) -> None:

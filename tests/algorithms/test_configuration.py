@@ -119,7 +119,7 @@ STEP_LR = "torch.optim.lr_scheduler.StepLR"
         ({"policy": {"activation": [0]}}, r"policy.activation=\[0\] is not valid: expected one of tanh, relu"),
         (
             {"advantages": {"on_truncation": np.arange(2)}},
-            r"advantages.on_truncation=array\(\[0, 1\]\) cannot be stored in a checkpoint",
+            r"advantages.on_truncation=array\(\[0, 1\]\) is not valid: expected one of bootstrap, terminal",
         ),
         ({"learning_rate": {"kind": []}}, r"learning_rate: kind=\[\] is not valid: expected one of constant, linear"),
         (
@@ -135,7 +135,7 @@ STEP_LR = "torch.optim.lr_scheduler.StepLR"
         ({"entropy_coef": 10**400}, r"entropy_coef=10+ is not valid: expected a number of at most 3\.4e\+38"),
         ({"learning_rate": 1e39}, r"learning_rate=1e\+39 is not valid: expected a number of at most 3\.4e\+38"),
         ({"num_epochs": 2**63}, r"num_epochs=9223372036854775808 is not valid: expected an integer of 64 bits"),
-        ({"policy": {"critic_only": 1}}, r"policy.critic_only=1 is not valid: expected a list of paths"),
+        ({"policy": {"critic_only": 1}}, r"policy.critic_only=1 is not valid: expected a list of names"),
         ({"observation_space": 3}, r"observation_space: int is not supported"),
         ({"observation_space": {"type": "Discrete", "n": -1, "start": 0}}, r"space: .* describes none"),
     ],

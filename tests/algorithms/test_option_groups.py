@@ -115,7 +115,7 @@ def test_subclasses_can_pass_other_values_while_the_given_values_are_stored(tmp_
         assert (one.hparams["gamma"], one.hparams["num_epochs"]) == (0.4, 2)
         assert one.hparams["optimizer"]["max_grad_norm"] == 1.5
         assert one.hparams["clipping"]["dual"] == 2.0
-    with pytest.raises(ConfigurationError, match=r"clipping\.dual=1\.0 .* above 1"):
+    with pytest.raises(ConfigurationError, match=r"clipping\.dual=0\.5 .* above 1"):
         Doubling(VECTOR, DISCRETE, clipping={"dual": 0.5})
 
 

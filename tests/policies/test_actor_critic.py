@@ -136,7 +136,7 @@ def test_encoders_get_the_space_of_normalized_observations():
 
 @pytest.mark.parametrize("space", [IMAGE, spaces.Discrete(3)])
 def test_normalizing_images_or_discrete_observations_raises(space):
-    with pytest.raises(ConfigurationError, match=r"normalize_observations=True .* only a Box that is no image"):
+    with pytest.raises(ConfigurationError, match=r"normalization.observations=True .* only a Box that is no image"):
         ActorCritic(space, spaces.Discrete(2), normalize_observations=True)
 
 

@@ -50,7 +50,7 @@ def samples(space, num_rows=6):
 
 
 def test_unknown_discrete_encoding_raises():
-    with pytest.raises(ConfigurationError, match=r"^discrete_encoding='binary' .* expected one of one_hot, embedding"):
+    with pytest.raises(ConfigurationError, match=r"^policy.discrete_encoding='binary' .* one of one_hot, embedding"):
         ActorCritic(spaces.Discrete(3), DISCRETE, discrete_encoding="binary")
 
 
@@ -104,7 +104,7 @@ def test_nested_moments_are_updated_from_rollouts():
 
 def test_normalizing_observations_without_a_box_raises():
     space = spaces.Dict({"image": SENSORS["camera"], "class": spaces.Discrete(2)})
-    with pytest.raises(ConfigurationError, match=r"^normalize_observations=True .* and Dict\(.* has none"):
+    with pytest.raises(ConfigurationError, match=r"^normalization.observations=True .* and Dict\(.* has none"):
         ActorCritic(space, DISCRETE, normalize_observations=True)
 
 
@@ -150,7 +150,7 @@ def test_leaf_encoder_of_a_critic_only_part_belongs_to_the_critic():
         (SENSORS, {"critic_only": ["arm.0"]}, r"critic_only=.*, got 'arm\.0'"),
         (PAIR, {"critic_only": ["0"]}, r"critic_only=\['0'\] .* expected None, since observations are no Dict"),
         (ROBOT, {"critic_only": ["robot"], "shared_encoder": True}, r"shared_encoder=True .* None or False, since"),
-        (ROBOT, {"critic_only": "robot"}, r"critic_only='robot' .* a list of paths"),
+        (ROBOT, {"critic_only": "robot"}, r"critic_only='robot' .* a list of names"),
     ],
 )
 def test_invalid_critic_only_paths_raise(space, options, message):

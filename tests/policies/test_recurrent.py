@@ -208,7 +208,10 @@ def test_weights_are_orthogonal_and_biases_zero(kind, dtype):
         ({"kind": "gru", "hidden_size": 0}, "memory.hidden_size=0 is not valid: expected an integer of at least 1"),
         ({"kind": "gru", "num_layers": 1.5}, r"memory.num_layers=1.5 is not valid"),
         ({"kind": "gru", "sequence_length": 0}, "memory.sequence_length=0 is not valid"),
-        ({"kind": "gru", "burn_in": -1, "sequence_length": 4}, "memory.burn_in=-1 is not valid: expected 0 or more"),
+        (
+            {"kind": "gru", "burn_in": -1, "sequence_length": 4},
+            "memory.burn_in=-1 is .* an integer of at least 0",
+        ),
         ({"kind": "gru", "burn_in": 2}, "memory.burn_in=2 is not valid: expected 0 if sequence_length is None"),
         ({"kind": "gtrxl", "context_length": 0}, "memory.context_length=0 is not valid"),
         (

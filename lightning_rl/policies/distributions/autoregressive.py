@@ -97,7 +97,7 @@ class AutoregressiveHead(nn.Module):
         mask_space: spaces.Space[Any] | None = None,
     ) -> None:
         super().__init__()
-        check_positive_int("action_distribution.hidden_size", hidden_size)
+        check_positive_int("policy.action_distribution.hidden_size", hidden_size)
         counts_of = {
             name: n
             for path, leaf in space_leaves(space).items()
@@ -159,14 +159,14 @@ def _ordered(order: Sequence[str | int] | None, names: list[str]) -> list[str]:
     if order is None:
         return names
     given = [str(name) for name in order] if isinstance(order, Sequence) and not isinstance(order, str) else []
-    check(sorted(given) == sorted(names), "action_distribution.order", order, f"each of {', '.join(names)} once")
+    check(sorted(given) == sorted(names), "policy.action_distribution.order", order, f"each of {', '.join(names)} once")
     return given
 
 
 def _check_order(names: list[str], given: dict[str, str]) -> dict[str, int]:
     for name, other in given.items():
         expected = f"{other!r} before {name!r}, whose mask depends on it"
-        check(names.index(other) < names.index(name), "action_distribution.order", names, expected)
+        check(names.index(other) < names.index(name), "policy.action_distribution.order", names, expected)
     return {name: names.index(other) for name, other in given.items()}
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_rl.nested import Nested
 from lightning_rl.policies.networks.mlp import HeadLinear, at_least_float32
-from lightning_rl.validation import check, is_one_of
+from lightning_rl.validation import check_type
 
 Initialization = Literal["orthogonal", "tf_agents"]
 """`orthogonal` weights with a gain of 0.01, or a truncated normal distribution of variance 0.1 / `in_features`."""
@@ -63,8 +63,7 @@ class Distribution(ABC):
 
 def projection(in_features: int, out_features: int, initialization: Initialization) -> HeadLinear:
     """Return the linear layer from features to the parameters of a distribution."""
-    kinds = get_args(Initialization)
-    check(is_one_of(initialization, kinds), "action_distribution.initialization", initialization, f"one of {kinds}")
+    check_type("policy.action_distribution.initialization", initialization, Initialization)
     # With a small gain the first policy is nearly uniform (Andrychowicz et al. 2021, section 3.2).
     layer = HeadLinear(in_features, out_features, gain=0.01)
     if initialization == "tf_agents":

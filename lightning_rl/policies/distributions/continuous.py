@@ -14,9 +14,12 @@ from torch.nn.functional import softplus
 
 from lightning_rl.policies.distributions.base import Distribution, Initialization, projection
 from lightning_rl.policies.networks.mlp import at_least_float32
-from lightning_rl.validation import check, check_number, is_one_of
+from lightning_rl.validation import PositiveFloat, check, check_type
 
 LOG_2PI = math.log(2 * math.pi)
+Std = Literal["state_independent", "state_dependent"]
+StdTransform = Literal["exp", "softplus"]
+MeanTransform = Literal["none", "tanh"]
 _NUM_NODES = 32
 
 
@@ -282,17 +285,16 @@ class _GaussianHead(nn.Module):
         space: spaces.Box,
         *,
         initial_log_std: float = 0.0,
-        std: Literal["state_independent", "state_dependent"] = "state_independent",
-        std_transform: Literal["exp", "softplus"] = "exp",
+        std: Std = "state_independent",
+        std_transform: StdTransform = "exp",
         min_std: float | None = None,
         max_std: float | None = None,
         initial_std: float | None = None,
         initialization: Initialization = "orthogonal",
     ) -> None:
         super().__init__()
-        check_number("initial_log_std", initial_log_std, at_least=-20, at_most=20)
-        _check_choice("std", std, "state_independent", "state_dependent")
-        _check_choice("std_transform", std_transform, "exp", "softplus")
+        check_type("policy.action_distribution.std", std, Std)
+        check_type("policy.action_distribution.std_transform", std_transform, StdTransform)
         initial_log_std = _check_stds(min_std, max_std, initial_std, initial_log_std)
         self.bounds = Bounds(space)
         self.log_limits = [None if x is None else math.log(x) for x in (min_std, max_std)]
@@ -324,20 +326,15 @@ class _GaussianHead(nn.Module):
         return raw if low is None and high is None else limit(raw, low, high)
 
 
-def _check_choice(name: str, value: str, *choices: str) -> None:
-    check(is_one_of(value, choices), f"action_distribution.{name}", value, f"one of {choices}")
-
-
 def _check_stds(low: float | None, high: float | None, initial: float | None, initial_log_std: float) -> float:
     for name, value in (("min_std", low), ("max_std", high), ("initial_std", initial)):
-        if value is not None:
-            check_number(f"action_distribution.{name}", value, above=0)
+        check_type(f"policy.action_distribution.{name}", value, PositiveFloat | None)
     if low is not None and high is not None:
-        check(low <= high, "action_distribution.min_std", low, f"at most max_std={high:g}")
+        check(low <= high, "policy.action_distribution.min_std", low, f"at most max_std={high:g}")
     first = math.exp(initial_log_std) if initial is None else initial
     inside = (low is None or first >= low) and (high is None or first <= high)
     expected = f"a value between min_std={low} and max_std={high}; the default is exp(initial_log_std)"
-    check(inside, "action_distribution.initial_std", first, expected)
+    check(inside, "policy.action_distribution.initial_std", first, expected)
     return float(initial_log_std) if initial is None else math.log(initial)
 
 
@@ -352,13 +349,14 @@ class GaussianHead(_GaussianHead):
         in_features: int,
         space: spaces.Box,
         *,
-        mean_transform: Literal["none", "tanh"] = "none",
+        mean_transform: MeanTransform = "none",
         **options: Any,  # noqa: ANN401
     ) -> None:
         super().__init__(in_features, space, **options)
-        _check_choice("mean_transform", mean_transform, "none", "tanh")
+        field = "policy.action_distribution.mean_transform"
+        check_type(field, mean_transform, MeanTransform)
         bounded = mean_transform == "none" or space.is_bounded()
-        check(bounded, "action_distribution.mean_transform", mean_transform, f"none, since {space} has no bounds")
+        check(bounded, field, mean_transform, f"none, since {space} has no bounds")
         self.squashes_mean = mean_transform == "tanh"
 
     def forward(self, features: Tensor, mask: Tensor | None = None) -> DiagonalGaussian:

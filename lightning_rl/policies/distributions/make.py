@@ -23,7 +23,7 @@ from lightning_rl.validation import ConfigurationError, check, instantiate, is_o
 
 ActionDistribution: TypeAlias = "str | dict[str, Any] | None"
 """Value of the option `action_distribution`, see `PolicyConfig`; also `{"class_path": …, "init_args": …}` of a head."""
-_FIELD = "action_distribution"
+_FIELD = "policy.action_distribution"
 _AUTOREGRESSIVE = "autoregressive"
 
 

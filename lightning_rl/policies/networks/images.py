@@ -85,7 +85,7 @@ class NatureEncoder(_ImageEncoder):
         super().__init__(space, out_features)
         size = f"{_NATURE_MIN_SIZE}x{_NATURE_MIN_SIZE}"
         expected = f"an image of at least {size} pixels, got {self.height}x{self.width}; use 'impala' or 'mlp'"
-        check(min(self.height, self.width) >= _NATURE_MIN_SIZE, "network", "nature", expected)
+        check(min(self.height, self.width) >= _NATURE_MIN_SIZE, "policy.network", "nature", expected)
         self.convolutions = nn.Sequential(
             orthogonal(nn.Conv2d(self.channels, 32, 8, 4)),
             nn.ReLU(inplace=True),

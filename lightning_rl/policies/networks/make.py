@@ -53,19 +53,19 @@ def make_encoder(
         leaves = space_leaves(space) if is_nested else {}
         known = f"paths of leaves ({', '.join(leaves)})" if is_nested else "a dict with 'class_path'"
         for path, one in network.items():
-            check(path in leaves, "network", network, f"{known}, got {path!r}")
-            given[path] = _flat_encoder(f"network.{path}", leaves[path], cast(str | ClassSpec, one), *mlp)
+            check(path in leaves, "policy.network", network, f"{known}, got {path!r}")
+            given[path] = _flat_encoder(f"policy.network.{path}", leaves[path], cast(str | ClassSpec, one), *mlp)
         network = "auto"
     elif not is_nested or network not in ("auto", "nature", "impala"):
-        return _flat_encoder("network", space, network, *mlp)
+        return _flat_encoder("policy.network", space, network, *mlp)
     encoders: dict[str, nn.Module] = {}
     for path, leaf in space_leaves(space).items():
         if path in given:
             encoders[path] = given[path]
         elif is_image(leaf):
-            encoders[path] = _flat_encoder("network", leaf, network, *mlp)
+            encoders[path] = _flat_encoder("policy.network", leaf, network, *mlp)
     expected = f"auto or mlp, since there is no image in {space}"
-    check(network == "auto" or bool(encoders), "network", network, expected)
+    check(network == "auto" or bool(encoders), "policy.network", network, expected)
     return MLPEncoder(space, *mlp, encoders)
 
 
@@ -75,10 +75,10 @@ def network_to_plain_data(network: Any) -> Network:  # noqa: ANN401 - names, cla
         return network
     if isinstance(network, dict) and "class_path" not in network:
         return {
-            path: one if isinstance(one, str) else to_class_spec(f"network.{path}", one)
+            path: one if isinstance(one, str) else to_class_spec(f"policy.network.{path}", one)
             for path, one in network.items()
         }
-    return to_class_spec("network", network)
+    return to_class_spec("policy.network", network)
 
 
 def _flat_encoder(

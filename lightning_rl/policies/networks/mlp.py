@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_rl.nested import Nested, module_name, part_at, space_leaves
-from lightning_rl.validation import ConfigurationError, check, check_positive_int, is_one_of
+from lightning_rl.validation import ConfigurationError, check, check_positive_int, is_list, is_one_of
 
 DiscreteEncoding = Literal["one_hot", "embedding"]
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -153,11 +153,10 @@ class MLPEncoder(nn.Module):
         encoders: Mapping[str, nn.Module] | None = None,
     ) -> None:
         super().__init__()
-        check(is_one_of(activation, ACTIVATIONS), "activation", activation, f"one of {', '.join(ACTIVATIONS)}")
-        kinds = get_args(DiscreteEncoding)
-        check(is_one_of(discrete_encoding, kinds), "discrete_encoding", discrete_encoding, f"one of {', '.join(kinds)}")
+        check(is_one_of(activation, ACTIVATIONS), "policy.activation", activation, f"one of {', '.join(ACTIVATIONS)}")
+        check(is_list(hidden_sizes), "policy.hidden_sizes", hidden_sizes, "a list of integers of at least 1")
         for size in hidden_sizes:
-            check_positive_int("hidden_sizes", size)
+            check_positive_int("policy.hidden_sizes", size)
         encoders = encoders or {}
         leaves = space_leaves(space).items()
         inputs = {path: _make_input(leaf, discrete_encoding) for path, leaf in leaves if path not in encoders}

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Independent, Normal
 
+from lightning_rl import ActorCritic
 from lightning_rl.policies.distributions import Categorical, DiagonalGaussian, Distribution, make_action_head
 from lightning_rl.validation import ConfigurationError
 from tests.policies.distributions.checks import EXACT, assert_equal_to_torch, assert_samples_repeat, generator, randn
@@ -176,4 +177,4 @@ def test_initial_policies_are_nearly_uniform_with_the_initial_std():
 
 def test_initial_log_std_out_of_range_raises():
     with pytest.raises(ConfigurationError, match=r"initial_log_std=nan .* expected a number at least -20"):
-        make_action_head(spaces.Box(-1, 1, (1,)), 8, initial_log_std=math.nan)
+        ActorCritic(spaces.Discrete(2), spaces.Box(-1, 1, (1,)), initial_log_std=math.nan)

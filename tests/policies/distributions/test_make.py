@@ -112,7 +112,7 @@ def test_custom_head_is_given_by_class_path():
         (NESTED, {"arm.1": "beta"}, r"action_distribution.arm.1='beta' is not valid"),
         (BOX, {"kind": "beta", "std": 1}, r"action_distribution.kind=beta.*\['std'\].* options initialization"),
         (spaces.Discrete(2), {"kind": "tf_agents_categorical", "x": 1}, r"\['x'\] .* its options initialization"),
-        (BOX, {"kind": "gaussian", "std": "learned"}, r"action_distribution.std='learned' .*'state_dependent'"),
+        (BOX, {"kind": "gaussian", "std": "learned"}, r"action_distribution.std='learned' .* state_dependent"),
         (BOX, {"kind": "gaussian", "std_transform": "relu"}, r"action_distribution.std_transform='relu'"),
         (BOX, {"kind": "gaussian", "mean_transform": "sigmoid"}, r"action_distribution.mean_transform='sigmoid'"),
         (OPEN, {"kind": "gaussian", "mean_transform": "tanh"}, r"mean_transform='tanh' .* expected none, since Box"),
