@@ -58,9 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.queue or args.status or args.pause or args.resume:
         return training_queue.main(args, args.out or RESULTS)
-    from lightning_rl.tools import shipped_configs  # imported late: it takes seconds, and --pause must act at once
+    # Imported late: it takes seconds, and --pause must act at once.
+    from lightning_rl.tools.trained import shipped_configs
 
-    known = shipped_configs.names()
+    known = list(shipped_configs())
     if unknown := sorted(set(args.names) - set(known)):
         parser.error(f"{', '.join(unknown)}: expected names of shipped configurations, such as ppo/cartpole")
     if args.seeds is not None and args.seeds < 1:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import lightning_rl
 from lightning_rl import IMPALA, ActorCritic
 from lightning_rl.options import default_groups, defaults_of, flat
-from lightning_rl.tools import shipped_configs
+from lightning_rl.tools.trained import shipped_configs
 from tests import programs
 
 ROOT = Path(__file__).parents[1]
@@ -153,7 +153,7 @@ def test_what_runs_first_is_what_the_guide_says():
     pages_with_recipes = ("behaviourcloning", "distillation")
     guide = "".join((ROOT / f"docs/algorithms/{page}.md").read_text() for page in pages_with_recipes)
     guide = " ".join(guide.replace("\\\n", " ").split())
-    assert set(recipes.RECIPES) <= set(shipped_configs.names())
+    assert set(recipes.RECIPES) <= shipped_configs().keys()
     for name, recipe in recipes.RECIPES.items():
         own = " ".join(("lightning-rl fit --config", name, *recipe.arguments))
         assert all(command in guide for command in (*recipe.before, own))
@@ -240,9 +240,9 @@ def test_the_zoo_is_that_of_the_results_and_has_every_shipped_configuration():
     page = zoo.PAGE.read_text()
     runs = {**table.load_scores(stopped=True), **table.load_scores()}
     assert zoo.page(runs) == page, "run python benchmarks/table.py"
-    assert re.findall(r"^\| `lightning-rl fit --config (\S+)`", page, re.MULTILINE) == shipped_configs.names()
+    assert re.findall(r"^\| `lightning-rl fit --config (\S+)`", page, re.MULTILINE) == list(shipped_configs())
     published = json.loads(zoo.PUBLISHED.read_text())
-    assert set(published["scores"]) <= set(shipped_configs.names())
+    assert set(published["scores"]) <= shipped_configs().keys()
     assert {score["source"] for score in published["scores"].values()} == set(published["sources"])
 
 
@@ -325,7 +325,7 @@ def test_one_command_makes_what_is_missing_of_the_zoo_and_then_its_pages(tmp_pat
     assert reproduce_all.main(["--pages"]) == 0 and commands == scripts, "nothing is run"
     commands.clear()
     assert reproduce_all.main(["--list"]) == 0 and commands == []
-    listed = capsys.readouterr().out.splitlines()[-len(shipped_configs.names()) - 1 :]
+    listed = capsys.readouterr().out.splitlines()[-len(shipped_configs()) - 1 :]
     assert listed[0] == "a2c/cartpole, seed 0: to be run" and "ppo/taxi, seed 1: there" in listed
     for wrong in (["ppo/chess"], ["--seeds", "0"]):
         with pytest.raises(SystemExit):

@@ -31,8 +31,7 @@ from lightning_rl import (
     TFAgentsPPO,
 )
 from lightning_rl.cli import TRAINER_COMMANDS
-from lightning_rl.cli.commands import make_parser
-from lightning_rl.cli.main import main
+from lightning_rl.cli.main import main, make_parser
 from lightning_rl.options import default_groups, defaults_of, flat
 from tests import programs
 from tests.helpers import (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_rl.tools import shipped_configs
+from lightning_rl.tools.trained import shipped_configs
 from tests.checkpointing.test_resume import differences, run_state
 from tests.programs import Program
 
@@ -110,7 +110,7 @@ def test_the_queue_goes_group_by_group_and_seed_by_seed(in_folder):
 
 def test_the_queue_holds_shipped_configurations_once():
     rows = training_queue.plan()
-    assert {row.configuration for row in rows} <= set(shipped_configs.names())
+    assert {row.configuration for row in rows} <= shipped_configs().keys()
     assert len(set(rows)) == len(rows) >= 80
 
 

@@ -10,5 +10,5 @@ COMMANDS = {
     "pull": "Fetch a checkpoint from the Hugging Face Hub.",
     "push": "Put a checkpoint, its configuration, score and model card on the Hugging Face Hub.",
 }
-"""Summary of each command. The first four run a Trainer, `lightning_rl.cli.commands` runs the others."""
+"""Summary of each command; the first four run a Trainer."""
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")

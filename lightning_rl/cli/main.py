@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,28 @@ from lightning_rl.checkpointing import run_folders
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpointing.interruption import EarlyTermination, early_termination
 from lightning_rl.checkpointing.resuming import check_fits, check_resumable
-from lightning_rl.cli import COMMANDS, TRAINER_COMMANDS
-from lightning_rl.cli.parser import CommandParser, ShortHelp, chooses_data_class, end_with_message, say
+from lightning_rl.cli import COMMANDS
+from lightning_rl.cli.parser import (
+    ActionConfig,
+    CommandParser,
+    ShortHelp,
+    chooses_data_class,
+    end_with_message,
+    say,
+    search_beside,
+)
 from lightning_rl.distributed import end_all_ranks, world_size
 from lightning_rl.files import check_intact, read_yaml, relative
 from lightning_rl.tools.curves import RUN_FOLDER, changes
-from lightning_rl.tools.shipped_configs import ActionConfig
+from lightning_rl.tools.hub import pull_from_hub, push_to_hub
+from lightning_rl.tools.plots import draw_runs
+from lightning_rl.tools.trained import config_of, export_checkpoint
 from lightning_rl.training.checks import check_strategy
 from lightning_rl.training.warning_filters import filter_command_line_warnings
 from lightning_rl.validation import ConfigurationError, as_list, check_positive_int
 
+FUNCTIONS: dict[str, Any] = {"export": export_checkpoint, "plot": draw_runs, "pull": pull_from_hub, "push": push_to_hub}
+"""The commands that run no Trainer; the parameters of their functions are the options."""
 DEFAULT_ENV_STEPS = 1_000_000
 """Environment steps of a run without another limit."""
 _FEW_PARAMETERS = 100_000
@@ -284,6 +296,27 @@ def link_spaces(parser: LightningArgumentParser) -> None:
         parser.link_arguments(f"data.{space}", f"{model}.{space}", apply_on="instantiate")
 
 
+def run_command(arguments: Sequence[str]) -> None:
+    """Run the command of `FUNCTIONS` that arguments begin with, and print what its function returns."""
+    options = make_parser(arguments[0]).parse_args(arguments[1:])
+    search_beside(options.get("config"))
+    result = FUNCTIONS[arguments[0]](**options)
+    say(f"Done: {relative(result) if isinstance(result, Path) else result}")
+    if isinstance(result, Path) and (config := config_of(result)) is not None:
+        say(f"  next: lightning-rl test --config {relative(config)} --ckpt_path {relative(result)}")
+
+
+def make_parser(command: str) -> CommandParser:
+    """Return the parser of a command of `FUNCTIONS`."""
+    parser = CommandParser(prog=f"lightning-rl {command}", description=COMMANDS[command])
+    if command == "plot":  # a list takes one positional argument otherwise
+        about = "Folder of one or more runs. Runs that differ only in their seed, or have the same name, are one curve."
+        parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help=about)
+    parser.sources = [("", FUNCTIONS[command])]
+    parser.add_function_arguments(FUNCTIONS[command], as_positional=True, skip={"runs"} if command == "plot" else None)
+    return parser
+
+
 def main(args: list[str] | None = None) -> OnPolicyCLI | None:
     """Run the command line with arguments, by default of the process; commands that run no Trainer return None.
 
@@ -294,13 +327,10 @@ def main(args: list[str] | None = None) -> OnPolicyCLI | None:
     arguments = sys.argv[1:] if args is None else args
     filter_command_line_warnings(evaluating="fit" not in arguments)
     CommandParser.begin(arguments)
-    others = [name for name in COMMANDS if name not in TRAINER_COMMANDS]
     about = "On-policy reinforcement learning for PyTorch Lightning. Further commands, which have a --help too: "
-    about += " ".join(f"{name}: {COMMANDS[name]}" for name in others)
+    about += " ".join(f"{name}: {COMMANDS[name]}" for name in FUNCTIONS)
     try:
-        if arguments and arguments[0] in others:
-            from lightning_rl.cli.commands import run_command  # other commands start faster without it
-
+        if arguments and arguments[0] in FUNCTIONS:
             run_command(arguments)
             return None
         with early_termination():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import traceback
-from argparse import Action
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -14,7 +14,12 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
+from jsonargparse import (  # type: ignore[attr-defined]
+    ActionConfigFile,
+    ArgumentError,
+    ArgumentParser,
+    DefaultHelpFormatter,
+)
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
@@ -26,8 +31,9 @@ from lightning_rl.callbacks.episode_recorder import RecordAs
 from lightning_rl.cli import COMMANDS, TRAINER_COMMANDS
 from lightning_rl.distributed import causes
 from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.files import read_yaml
 from lightning_rl.options import defaults_of, types_of
-from lightning_rl.tools.shipped_configs import resolve
+from lightning_rl.tools.trained import resolve_config
 from lightning_rl.training.parameter_groups import Part
 from lightning_rl.validation import ConfigurationError, ExplainedError, did_you_mean, import_class
 
@@ -123,10 +129,31 @@ def record_options(record: str | None = None, record_as: RecordAs | list[RecordA
     """
 
 
+def search_beside(config: str | None) -> None:
+    """Let Python find modules in the folder of a configuration, if it is a file."""
+    if config is not None and Path(config).is_file():
+        sys.path.append(str(Path(config).absolute().parent))
+
+
+class ActionConfig(ActionConfigFile):
+    """The option `--config`, which takes a file or the name of a shipped configuration."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:  # noqa: ANN401
+        """Parse the configuration and apply its settings."""
+        try:
+            resolved = resolve_config(values)
+            if Path(resolved).is_file():  # the parser's own errors do not name the file
+                read_yaml(resolved, "config")
+        except ConfigurationError as error:
+            raise argparse.ArgumentError(None, str(error)) from error
+        search_beside(resolved)
+        super().__call__(parser, cfg, resolved, option_string)  # type: ignore[no-untyped-call]
+
+
 class ShortHelp(DefaultHelpFormatter):
     """Help on the options of a first run; `--help_all` lists all options."""
 
-    def add_argument(self, action: Action) -> None:
+    def add_argument(self, action: argparse.Action) -> None:
         """Add an option if it is one of these."""
         if action.dest in _FIRST_OPTIONS or "--help_all" in CommandParser.given:
             super().add_argument(action)
@@ -231,7 +258,7 @@ def _flat(name: str, content: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
 def _content(name: str, value: str) -> Any:  # noqa: ANN401 - YAML
     """Return the content of a file or an argument; None if the parser will report an error in it."""
     try:
-        path = Path(value if name else resolve(value))
+        path = Path(value if name else resolve_config(value))
         is_file = name in ("", "trainer", *_BASES) and path.is_file()
         return yaml.safe_load(path.read_text() if is_file else value)
     except (OSError, ValueError, yaml.YAMLError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -34,7 +35,6 @@ from lightning_rl.tools.export import (
     check_options,
     export_policy,
 )
-from lightning_rl.tools.shipped_configs import resolve
 from lightning_rl.validation import ConfigurationError, as_list, check_positive_int, import_class, loading
 
 _MAX_STEPS = 8
@@ -124,12 +124,32 @@ def config_of(path: str | Path) -> Path | None:
     return next((found[-1] for place in (folder.parent, folder) if (found := configurations(place))), None)
 
 
+def shipped_configs() -> dict[str, Path]:
+    """Return the configurations that come with the package by name, such as `ppo/cartpole`."""
+    package = Path(__file__).parents[1]
+    inside = package / "configs"  # beside the package in a checkout
+    folder = inside if inside.is_dir() else package.parent / "configs"
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.glob("*/*.yaml"))}
+
+
+def resolve_config(given: str) -> str:
+    """Return the file of a shipped configuration; return files, URLs and YAML text unchanged.
+
+    A `ConfigurationError` says that there is neither a file nor a shipped configuration of this name.
+    """
+    if Path(given).exists() or any(sign in given for sign in ":{\n"):
+        return given
+    shipped = shipped_configs()
+    near = ", ".join(difflib.get_close_matches(given, shipped, cutoff=0.4) or ["ppo/cartpole"])
+    expected = f"a file, or the name of a shipped configuration like {near}"
+    if given not in shipped:
+        raise ConfigurationError(f"config={given!r} does not exist: expected {expected}")
+    return str(shipped[given])
+
+
 def config_file(given: str | Path) -> Path:
     """Return the path of a configuration that is given as a file, or as the name of a shipped one."""
-    try:
-        path = Path(resolve(str(given)))
-    except FileNotFoundError as error:
-        raise ConfigurationError(str(error)) from error
+    path = Path(resolve_config(str(given)))
     if not path.is_file():
         raise ConfigurationError(f"config={str(given)!r} does not exist: expected the configuration of a run")
     return path

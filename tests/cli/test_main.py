@@ -36,7 +36,7 @@ from lightning_rl.cli.main import OnPolicyCLI, link_spaces, main
 from lightning_rl.cli.parser import chooses_data_class
 from lightning_rl.policies.distributions import SquashedGaussian
 from lightning_rl.spaces import space_to_dict
-from lightning_rl.tools import shipped_configs
+from lightning_rl.tools.trained import shipped_configs
 from tests import programs
 
 ROOT = Path(__file__).parents[2]
@@ -224,7 +224,7 @@ def test_a_shipped_configuration_is_given_by_its_name(capsys):
     assert configuration(capsys, "fit", "--config", "ppo/cartpole") == configuration(
         capsys, "fit", "--config", CARTPOLE
     )
-    assert shipped_configs.names() == sorted(
+    assert list(shipped_configs()) == sorted(
         f"{path.parent.name}/{path.stem}" for path in (ROOT / "configs").rglob("*.yaml")
     )
 
