@@ -69,12 +69,12 @@ def space_leaves(space: spaces.Space[Any], path: str = "") -> dict[str, spaces.S
     return {path: space}
 
 
-def nested_paths(space: spaces.Space[Any], path: str = "") -> Nested:
-    """Return the path of every leaf of a space, nested as its elements."""
-    if isinstance(space, spaces.Dict):
-        return {key: nested_paths(part, join(path, key)) for key, part in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(nested_paths(part, join(path, i)) for i, part in enumerate(space))
+def nested_paths(x: Nested, path: str = "") -> Nested:
+    """Return the path of every leaf of nested values or of a space, nested as these; `x` itself is at `path`."""
+    if isinstance(x, dict | spaces.Dict):
+        return {key: nested_paths(part, join(path, key)) for key, part in x.items()}
+    if isinstance(x, tuple | spaces.Tuple):
+        return tuple(nested_paths(part, join(path, i)) for i, part in enumerate(x))
     return path
 
 

@@ -13,7 +13,7 @@ from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.nested import Nested, map_stacked, part_at, without
 from lightning_rl.policies.actor_critic import ActorCritic, PolicyConfig, PolicyOptions
 from lightning_rl.policies.distributions import Distribution, make_action_head
-from lightning_rl.policies.networks import make_encoder
+from lightning_rl.policies.networks.make import make_encoder
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.config import (
     ClippingConfig,

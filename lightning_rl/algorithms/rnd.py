@@ -19,8 +19,8 @@ from lightning_rl.distributed import all_reduce, gather_on_rank_zero
 from lightning_rl.nested import Nested, map_leaves, replace_leaves, space_leaves, without
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import Distribution
-from lightning_rl.policies.networks import make_encoder
 from lightning_rl.policies.networks.images import network_for_image
+from lightning_rl.policies.networks.make import make_encoder
 from lightning_rl.policies.networks.mlp import HeadLinear, orthogonal_linear
 from lightning_rl.policies.normalization import NestedNormalizer
 from lightning_rl.policies.values import in_chunks, with_recomputed_values

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
@@ -18,7 +18,7 @@ from lightning_rl.distributed import gather_ranks
 from lightning_rl.options import changed
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.clock import env_steps_of
-from lightning_rl.validation import check, check_keywords, check_number, check_positive_int
+from lightning_rl.validation import PositiveInt, Range, check, check_keywords, check_positive_int
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,8 @@ class CurriculumStage:
 
     attributes: dict[str, Any] = field(default_factory=dict)
     reset_options: dict[str, Any] = field(default_factory=dict)
-    until_return: float | None = None
-    until_env_steps: int | None = None
-
-    def check(self, name: str) -> None:
-        """Raise a `ConfigurationError` that begins with `name` if an option is invalid."""
-        check_keywords(f"{name}.attributes", self.attributes, "a dict of attributes by name")
-        check_keywords(f"{name}.reset_options", self.reset_options, "a dict of options by name")
-        if self.until_return is not None:
-            check_number(f"{name}.until_return", self.until_return)
-        if self.until_env_steps is not None:
-            check_positive_int(f"{name}.until_env_steps", self.until_env_steps)
+    until_return: Annotated[float, Range()] | None = None
+    until_env_steps: PositiveInt | None = None
 
 
 # The command line accepts a stage only as a dict of the fields of `CurriculumStage`.
@@ -73,7 +64,9 @@ class Curriculum(Callback):
         check(len(self.stages) > 1, "stages", stages, "a list of at least two stages")
         check_positive_int("episodes", episodes)
         for number, stage in enumerate(self.stages):
-            stage.check(name := f"stages[{number}]")
+            name = f"stages[{number}]"
+            check_keywords(f"{name}.attributes", stage.attributes, "a dict of attributes by name")
+            check_keywords(f"{name}.reset_options", stage.reset_options, "a dict of options by name")
             names, expected = sorted(stage.attributes), sorted(self.stages[0].attributes)
             check(names == expected, f"{name}.attributes", names, f"{expected}, as in the first stage")
             ends = stage.until_return is not None or stage.until_env_steps is not None

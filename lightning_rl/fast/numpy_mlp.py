@@ -16,8 +16,7 @@ from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions.continuous import GaussianHead
 from lightning_rl.policies.distributions.discrete import CategoricalHead
 from lightning_rl.policies.interface import PolicyOutput
-from lightning_rl.policies.networks import MLPEncoder
-from lightning_rl.policies.networks.mlp import HeadLinear
+from lightning_rl.policies.networks.mlp import HeadLinear, MLPEncoder
 from lightning_rl.policies.normalization import ObservationNormalizer
 
 Array = NDArray[np.floating[Any]]

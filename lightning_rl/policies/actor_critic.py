@@ -19,8 +19,8 @@ from lightning_rl.policies.distributions import Distribution, make_action_head
 from lightning_rl.policies.distributions.continuous import BetaHead
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.policies.memory_cells import make_core
-from lightning_rl.policies.networks import DiscreteEncoding, Network, make_encoder
-from lightning_rl.policies.networks.mlp import HeadLinear
+from lightning_rl.policies.networks.make import Network, make_encoder
+from lightning_rl.policies.networks.mlp import DiscreteEncoding, HeadLinear
 from lightning_rl.policies.normalization import (
     NestedNormalizer,
     ObservationNormalizer,
@@ -40,7 +40,7 @@ class PolicyConfig:
 
     Args:
         network: `auto`, `mlp`, `nature`, `impala`, an encoder class, or a dict from the path of an observation leaf to
-            one of these; see `lightning_rl.policies.networks.make_encoder`.
+            one of these; see `lightning_rl.policies.networks.make.make_encoder`.
         hidden_sizes: Layer widths of the MLP.
         activation: Activation of the MLP: `tanh`, `relu`, `elu`, `gelu` or `silu`.
         discrete_encoding: MLP input for `Discrete` and `MultiDiscrete`: `one_hot` vectors or a learned `embedding`.

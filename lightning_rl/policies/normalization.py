@@ -11,7 +11,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.distributed import Reduce, exact_dtype, identity
-from lightning_rl.nested import Nested, join, module_name, part_at, replace_leaves, space_leaves
+from lightning_rl.nested import Nested, map_leaves, module_name, nested_paths, part_at, replace_leaves, space_leaves
 from lightning_rl.spaces import is_image
 from lightning_rl.validation import check, check_number, check_type
 
@@ -99,7 +99,11 @@ class NestedNormalizer(nn.Module):
 
     def forward(self, observations: Nested) -> Nested:
         """Normalize nested observations, leaves `[..., *shape]`."""
-        return self._normalize(observations, "")
+
+        def normalize(path: str, x: Tensor) -> Tensor:
+            return self._of(path)(x) if path in self.paths else x
+
+        return map_leaves(normalize, nested_paths(observations), observations)
 
     def update(self, observations: Nested, reduce: Reduce = identity) -> None:
         for path in self.paths:
@@ -107,13 +111,6 @@ class NestedNormalizer(nn.Module):
 
     def _of(self, path: str) -> ObservationNormalizer:
         return cast(ObservationNormalizer, self.leaves[module_name(path)])
-
-    def _normalize(self, x: Nested, path: str) -> Nested:
-        if isinstance(x, dict):
-            return {key: self._normalize(part, join(path, key)) for key, part in x.items()}
-        if isinstance(x, tuple):
-            return tuple(self._normalize(part, join(path, index)) for index, part in enumerate(x))
-        return self._of(path)(x) if path in self.paths else x
 
 
 def make_normalizer(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from lightning_rl import __version__
-from lightning_rl.nested import Nested, first_leaf, join, leaves, map_leaves, nested_paths, part_at
+from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, nested_paths, part_at
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import acting_space, as_recurrent, tensor_conversion
 from lightning_rl.spaces import observation_dtype, sampled_observations, space_to_dict
@@ -115,22 +115,14 @@ def export_program(
 
 def input_names(inputs: tuple[Nested, ...]) -> tuple[Nested, ...]:
     """Return a name for each input: `observation`, or `observation.arm.0` in nested ones, and `memory`."""
-    return tuple(_names(x, name) for x, name in zip(inputs, ("observation", "memory"), strict=False))
+    return tuple(nested_paths(x, name) for x, name in zip(inputs, ("observation", "memory"), strict=False))
 
 
 def output_names(output: Nested, has_memory: bool) -> Nested:
     """Return a name for each output: `action`, or `action.arm.0` in nested ones, and `next_memory`."""
     if not has_memory:
-        return _names(output, "action")
-    return _names(output[0], "action"), _names(output[1], "next_memory")
-
-
-def _names(x: Nested, name: str) -> Nested:
-    if isinstance(x, dict):
-        return {key: _names(part, join(name, key)) for key, part in x.items()}
-    if isinstance(x, tuple):
-        return tuple(_names(part, join(name, index)) for index, part in enumerate(x))
-    return name
+        return nested_paths(output, "action")
+    return nested_paths(output[0], "action"), nested_paths(output[1], "next_memory")
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 
 from lightning_rl.options import changed
 from lightning_rl.policies.actor_critic import check_modes_agree
-from lightning_rl.policies.networks import network_to_plain_data
+from lightning_rl.policies.networks.make import network_to_plain_data
 from lightning_rl.spaces import differing, space_to_dict
 from lightning_rl.training.metrics import histogram_loggers
 from lightning_rl.training.optimizers import (

@@ -21,7 +21,7 @@ from lightning_rl.fast.numpy_mlp import (
 from lightning_rl.masks import ActionMask
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import Categorical
-from lightning_rl.policies.networks import MLPEncoder
+from lightning_rl.policies.networks.mlp import MLPEncoder
 from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, make_trainer
 
 

@@ -7,7 +7,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.policies.actor_critic import ActorCritic
-from lightning_rl.policies.networks import MLPEncoder
+from lightning_rl.policies.networks.mlp import MLPEncoder
 from lightning_rl.spaces import observation_dtype
 from lightning_rl.validation import ConfigurationError
 

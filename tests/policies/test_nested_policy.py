@@ -10,7 +10,7 @@ from lightning_rl import PPO
 from lightning_rl.cli.main import main
 from lightning_rl.nested import map_leaves, map_stacked
 from lightning_rl.policies.actor_critic import ActorCritic
-from lightning_rl.policies.networks import embedding_size
+from lightning_rl.policies.networks.mlp import embedding_size
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data, make_model, make_trainer
 from tests.nested_probes import PAIR, SENSORS

@@ -6,7 +6,10 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.policies.networks import ImpalaEncoder, MLPEncoder, NatureEncoder, images, make_encoder
+from lightning_rl.policies.networks import images
+from lightning_rl.policies.networks.images import ImpalaEncoder, NatureEncoder
+from lightning_rl.policies.networks.make import make_encoder
+from lightning_rl.policies.networks.mlp import MLPEncoder
 from lightning_rl.spaces import is_image
 from lightning_rl.validation import ConfigurationError
 from tests.policies.networks.test_mlp import assert_orthogonal

@@ -5,7 +5,9 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from lightning_rl.policies.networks import ImpalaEncoder, MLPEncoder, NatureEncoder, embedding_size, make_encoder
+from lightning_rl.policies.networks.images import ImpalaEncoder, NatureEncoder
+from lightning_rl.policies.networks.make import make_encoder
+from lightning_rl.policies.networks.mlp import MLPEncoder, embedding_size
 from lightning_rl.validation import ConfigurationError
 from tests.nested_probes import SENSORS
 from tests.policies.test_nested_policy import ROBOT, Mean, samples
