@@ -23,7 +23,7 @@ FLOORS = [
 ]
 # Modules outside of folders: a vocabulary that every folder may use, and the top of the house.
 VOCABULARY = {"validation", "files", "nested", "masks", "spaces", "distributed", "options"}
-TOP = {"__init__", "__main__"}
+TOP = {"__init__", "__main__", "public"}
 FLOOR = {name: number for number, names in enumerate([VOCABULARY, *FLOORS, TOP]) for name in names}
 
 
