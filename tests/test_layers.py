@@ -19,11 +19,11 @@ FLOORS = [
     {"algorithms"},
     {"tools"},
     {"callbacks"},
-    {"cli"},
+    {"cli", "public"},
 ]
 # Modules outside of folders: a vocabulary that every folder may use, and the top of the house.
 VOCABULARY = {"validation", "files", "nested", "masks", "spaces", "distributed", "options"}
-TOP = {"__init__", "__main__", "public"}
+TOP = {"__init__", "__main__"}
 FLOOR = {name: number for number, names in enumerate([VOCABULARY, *FLOORS, TOP]) for name in names}
 
 
