@@ -192,7 +192,7 @@ def test_every_script_runs(page, as_in_a_script):
         listed = re.findall(r"^\d+\. `([\w/]+\.py)`:", in_process, re.MULTILINE)
         assert sorted(listed) == sorted(namespace["trace"].files)
         others = re.findall(r"`([\w/]+/\w+\.py)`", elsewhere)
-        assert len(others) == 4 and all((ROOT / "lightning_rl" / other).exists() for other in others)
+        assert len(others) == 3 and all((ROOT / "lightning_rl" / other).exists() for other in others)
 
 
 def test_the_table_of_third_party_packages_shows_every_result():
