@@ -50,7 +50,7 @@ def controlled(episodes: int = 40) -> list[Episode]:
             observations.append(observation)
             rewards.append(float(reward))
             over = terminated or truncated
-        episode = Episode(sum(rewards), len(rewards), terminated)
+        episode = Episode(episode_return=sum(rewards), length=len(rewards), terminated=terminated)
         episode.observations, episode.actions = np.stack(observations), np.array(actions)
         episode.rewards = np.array(rewards)
         played.append(episode)

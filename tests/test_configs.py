@@ -62,7 +62,7 @@ def options_of_data(config: dict) -> dict:
 
 def record_cartpole(path: Path) -> None:
     """Write an episode of three steps."""
-    episode = Episode(3.0, 3, True)
+    episode = Episode(episode_return=3.0, length=3, terminated=True)
     episode.observations, episode.actions, episode.rewards = np.zeros((4, 4), np.float32), np.arange(3) % 2, np.ones(3)
     save_episodes([episode], path)
 

@@ -65,12 +65,12 @@ class _Slot:
     steps: list[tuple[Nested, Nested, float]] = field(default_factory=list)
 
     def finish(self, episode_return: float, length: int, terminated: bool, final_observation: Nested) -> None:
-        recorded: tuple[Any, ...] = ()
+        episode = Episode(episode_return=episode_return, length=length, terminated=terminated)
         if self.steps:
             observations, actions, rewards = zip(*self.steps, strict=True)
-            observations = map_stacked(np.stack, [*observations, final_observation])
-            recorded = (observations, map_stacked(np.stack, actions), np.asarray(rewards))
-        self.finished.append(Episode(episode_return, length, terminated, *recorded))
+            episode.observations = map_stacked(np.stack, [*observations, final_observation])
+            episode.actions, episode.rewards = map_stacked(np.stack, actions), np.asarray(rewards)
+        self.finished.append(episode)
         self.remaining, self.failures_in_a_row, self.steps = self.remaining - 1, 0, []
 
 

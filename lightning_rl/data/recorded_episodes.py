@@ -218,8 +218,14 @@ def read_minari(source: str, field: str) -> Iterator[Episode]:
         raise ConfigurationError(f"{field} cannot be loaded: {error}") from error
     for found in dataset.iterate_episodes():
         rewards = np.asarray(found.rewards)
-        result = (float(rewards.sum()), len(rewards), bool(np.any(found.terminations)))
-        yield Episode(*result, found.observations, found.actions, rewards)
+        yield Episode(
+            episode_return=float(rewards.sum()),
+            length=len(rewards),
+            terminated=bool(np.any(found.terminations)),
+            observations=found.observations,
+            actions=found.actions,
+            rewards=rewards,
+        )
 
 
 def check_can_write() -> Any:  # noqa: ANN401 - a module

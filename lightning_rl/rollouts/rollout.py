@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -22,15 +25,15 @@ _FIELDS = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class EpisodeSummary:
     """Undiscounted returns and lengths of finished episodes."""
 
-    returns: list[float]
-    lengths: list[int]
+    returns: Sequence[float] = ()
+    lengths: Sequence[int] = ()
 
 
-class Rollout:
+class Rollout(SimpleNamespace):
     """`T` steps of `B` environments, time-major, collected with one version of a policy.
 
     The collector reuses the storage for the next rollout; to keep a rollout, keep `rollout.clone()`. (The class is no
@@ -69,60 +72,41 @@ class Rollout:
         actors_lost: Number of asynchronous actors that were lost before this rollout; None if they are not replaced.
         seconds: Seconds to collect the rollout, or to wait for it.
         parts_of_seconds: Seconds of the parts `env`, `policy` and `transfer`.
-        num_steps: Number of real steps.
     """
 
-    def __init__(
-        self,
-        *,
-        observations: Nested,
-        actions: Nested,
-        rewards: Tensor,
-        terminated: Tensor,
-        truncated: Tensor,
-        log_probs: Tensor,
-        values: Tensor,
-        next_values: Tensor,
-        final_indices: Tensor,
-        final_observations: Nested,
-        valid: Tensor | None = None,
-        starts: Tensor | None = None,
-        memory: Nested | None = None,
-        burn_in: int = 0,
-        repeats: Tensor | None = None,
-        weights: Tensor | None = None,
-        policy_version: int = 0,
-        episodes: EpisodeSummary | None = None,
-    ) -> None:
-        self.observations = observations
-        self.actions = actions
-        self.rewards = rewards
-        self.terminated = terminated
-        self.truncated = truncated
-        self.log_probs = log_probs
-        self.values = values
-        self.next_values = next_values
-        self.final_indices = final_indices
-        self.final_observations = final_observations
-        self.valid = valid
-        self.starts = starts
-        self.memory = memory
-        self.burn_in = burn_in
-        self.repeats = repeats
-        self.weights = weights
-        self.policy_version = policy_version
-        self.episodes = episodes or EpisodeSummary([], [])
-        self.infos: dict[str, list[float]] = {}
-        self.info_names: list[str] = []
-        self.failures: list[str] | None = None
-        self.frames: int | None = None
-        self.actor: int | None = None
-        self.log_rhos: Tensor | None = None
-        self.dropped = 0
-        self.actors_lost: int | None = None
-        self.seconds = 0.0
-        self.parts_of_seconds: dict[str, float] = {}
-        self.num_steps = rewards.numel() if valid is None else int(valid.sum())
+    observations: Nested
+    actions: Nested
+    rewards: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    log_probs: Tensor
+    values: Tensor
+    next_values: Tensor
+    final_indices: Tensor
+    final_observations: Nested
+    valid: Tensor | None = None
+    starts: Tensor | None = None
+    memory: Nested | None = None
+    burn_in: int = 0
+    repeats: Tensor | None = None
+    weights: Tensor | None = None
+    policy_version: int = 0
+    episodes: EpisodeSummary = EpisodeSummary()
+    infos: Mapping[str, list[float]] = MappingProxyType({})
+    info_names: Sequence[str] = ()
+    failures: list[str] | None = None
+    frames: int | None = None
+    actor: int | None = None
+    log_rhos: Tensor | None = None
+    dropped: int = 0
+    actors_lost: int | None = None
+    seconds: float = 0.0
+    parts_of_seconds: Mapping[str, float] = MappingProxyType({})
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Number of real steps."""
+        return self.rewards.numel() if self.valid is None else int(self.valid.sum())
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -151,13 +135,7 @@ class Rollout:
 
     def clone(self) -> Rollout:
         """Return a copy that the next rollouts do not overwrite, on the same devices."""
-        copied = copy.copy(self)
-        for name, value in vars(self).items():
-            if name in (*_FIELDS, "log_rhos") and value is not None:
-                setattr(copied, name, map_leaves(torch.clone, value))
-            else:
-                setattr(copied, name, copy.deepcopy(value))
-        return copied
+        return copy.deepcopy(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the tensors on the CPU and plain values; `Rollout(**state)` makes an equal rollout."""
@@ -208,7 +186,7 @@ class Rollout:
         return Batch(map_leaves(lambda x: x.index_select(0, chosen), together))
 
 
-class Episode:
+class Episode(SimpleNamespace):
     """One evaluation episode; no dataclass, since Lightning would copy its arrays.
 
     Attributes:
@@ -220,21 +198,12 @@ class Episode:
         rewards: `[length]`; None unless recorded.
     """
 
-    def __init__(
-        self,
-        episode_return: float,
-        length: int,
-        terminated: bool,
-        observations: Nested | None = None,
-        actions: Nested | None = None,
-        rewards: np.ndarray[Any, Any] | None = None,
-    ) -> None:
-        self.episode_return = episode_return
-        self.length = length
-        self.terminated = terminated
-        self.observations = observations
-        self.actions = actions
-        self.rewards = rewards
+    episode_return: float
+    length: int
+    terminated: bool
+    observations: Nested | None = None
+    actions: Nested | None = None
+    rewards: np.ndarray[Any, Any] | None = None
 
     def __repr__(self) -> str:
         return f"Episode(episode_return={self.episode_return:g}, length={self.length}, terminated={self.terminated})"

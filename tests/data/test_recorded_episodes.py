@@ -30,7 +30,7 @@ def expert(num_episodes: int = 10) -> list[Episode]:
     generator, episodes = np.random.default_rng(0), []
     for _ in range(num_episodes):
         goals = 2 * generator.integers(2, size=(9, 1)) - 1
-        episode = Episode(8.0, 8, False)
+        episode = Episode(episode_return=8.0, length=8, terminated=False)
         episode.observations, episode.rewards = goals.astype(np.float32), np.ones(8)
         episode.actions = np.where(goals[:-1, 0] > 0, 7, 5)
         episodes.append(episode)
@@ -213,7 +213,7 @@ def test_minari_data_sets_are_read_by_their_id(monkeypatch):
 
 
 def test_episodes_must_fit_the_spaces(tmp_path):
-    bare = [Episode(1.0, 3, True)]
+    bare = [Episode(episode_return=1.0, length=3, terminated=True)]
     with pytest.raises(ConfigurationError, match="episodes='1 episodes'"):
         recorded(bare)
     with pytest.raises(ConfigurationError, match="episodes"):

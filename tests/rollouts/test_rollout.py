@@ -11,6 +11,7 @@ from lightning_rl import Batch, Rollout
 from lightning_rl.nested import leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.batch import check_minibatches, on_grid
+from lightning_rl.rollouts.rollout import EpisodeSummary
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import DISCRETE, VECTOR, random_rollout
 
@@ -57,7 +58,7 @@ def test_clone_copies_every_field():
     rollout.actions = {"move": (rollout.actions, rollout.actions + 1)}
     rollout.memory, rollout.starts, rollout.burn_in = {"actor": torch.ones(1, 2, 4)}, rollout.dones, 2
     rollout.repeats, rollout.log_rhos = torch.ones(3, 2), torch.zeros(3, 2)
-    rollout.infos, rollout.episodes.returns, rollout.policy_version = {"score": [1.0]}, [2.0], 5
+    rollout.infos, rollout.episodes, rollout.policy_version = {"score": [1.0]}, EpisodeSummary([2.0], [3]), 5
     clone = rollout.clone()
     plain = ("infos", "num_steps", "burn_in", "policy_version")
     expected = copy.deepcopy(rollout)
