@@ -548,7 +548,6 @@ class OnPolicyAlgorithm(LightningModule):
     def configure_optimizers(self) -> Any:  # noqa: ANN401
         """Return the optimizer, or a list of it and the critic's own one; with a scheduler, lists of both."""
         default, rates = self.default_optimizer(), [self.schedules.first(name, getattr(self, name)) for name in RATES]
-        try_optimizers(self.policy, self.options, default)
         optimizers, schedulers = make_optimizers(self.policy, self.options, default, rates)
         if schedulers:
             return optimizers, schedulers
@@ -613,6 +612,7 @@ class OnPolicyAlgorithm(LightningModule):
         has_update = type(self).update is not OnPolicyAlgorithm.update
         check(has_update, "model", type(self).__name__, "a subclass that defines update(rollout)")
         check_trainer(self, trainer, rollout_shape)
+        try_optimizers(self.policy, self.options, self.default_optimizer())
         device = training_device(trainer)
         problem = fast.compiler_problem(device) or None
         fast_paths = self.options["debug.fast_paths"]

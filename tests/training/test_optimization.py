@@ -391,7 +391,7 @@ def test_schedule_with_anneal_or_scheduler_is_refused(of_critic, other):
 )
 def test_optimizer_or_scheduler_that_cannot_step_is_refused(options, message):
     with pytest.raises(ConfigurationError, match=f"^{message}"):
-        PPO(VECTOR, DISCRETE, optimizer=options).configure_optimizers()
+        PPO(VECTOR, DISCRETE, optimizer=options).check_run(make_trainer(), None)
 
 
 def test_optimizer_is_tried_before_the_first_rollout(monkeypatch):
@@ -415,7 +415,7 @@ def test_trying_an_optimizer_changes_no_parameters_or_generators():
     state = torch.get_rng_state()
     torch.manual_seed(3)
     tried = PPO(VECTOR, DISCRETE, optimizer={"name": "torch.optim.Adam", "scheduler": STEP_LR})
-    tried.configure_optimizers()
+    tried.check_run(make_trainer(), None)
     assert torch.equal(torch.get_rng_state(), state)
     assert_equal_parameters(tried, parameters_of(plain))
     assert all(parameter.grad is None for parameter in tried.parameters())
