@@ -53,11 +53,7 @@ Seed = list[int] | np.ndarray[Any, Any] | int | None
 """Seed of the first reset of all environments, see `EnvironmentBatch`."""
 
 
-def make_environments(
-    spec: EnvironmentSpec,
-    num_envs: int,
-    seeds: list[int],
-) -> EnvironmentBatch:
+def make_environments(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> EnvironmentBatch:
     """Make `num_envs` environments. Only the training environments of the backend `torch` are `TensorEnvironments`.
 
     Args:
@@ -331,7 +327,7 @@ def _wrapped(env: Any, wrapper: ClassSpec) -> Any:  # noqa: ANN401 - a single or
     """Apply a wrapper; `SystemExit` in its constructor is an error too."""
     try:
         return instantiate("env.wrappers", wrapper, WRAPPERS, env)
-    except (SystemExit, KeyboardInterrupt) as error:
+    except SystemExit as error:
         if not is_failure(error):
             raise
         raise ConfigurationError(
