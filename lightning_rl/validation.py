@@ -184,9 +184,10 @@ NonNegativeFloat = Annotated[float, Range(at_least=0)]
 
 
 def check_type(field: str, value: Any, hint: Any) -> None:  # noqa: ANN401
-    """Raise unless `value` has a type: `bool`, a `Literal`, `Sequence[str]`, or a number with a `Range`; or is None.
+    """Raise unless `value` has a type: `bool`, a `Literal`, `Sequence[str]`, a dict with text as keys, or a number.
 
-    None must be part of the type. Values of other types are not checked.
+    Numbers are only checked if the type has a `Range`. None is valid if it is part of the type. Values of other types
+    are not checked.
     """
     is_union = get_origin(hint) in (Union, UnionType)
     kinds = [kind for kind in (get_args(hint) if is_union else [hint]) if kind is not NoneType]
@@ -201,6 +202,8 @@ def check_type(field: str, value: Any, hint: Any) -> None:  # noqa: ANN401
         check(is_one_of(value, arguments), field, value, expected)
     elif origin is Sequence and arguments == (str,):
         check_names(field, value, "a list of names")
+    elif origin is dict:
+        check_keywords(field, value)
     elif origin is Annotated and arguments[0] is int:
         check_int(field, value, arguments[1].at_least)
     elif origin is Annotated:

@@ -18,7 +18,7 @@ from lightning_rl.distributed import gather_ranks
 from lightning_rl.options import changed
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.clock import env_steps_of
-from lightning_rl.validation import PositiveInt, Range, check, check_keywords, check_positive_int
+from lightning_rl.validation import PositiveInt, Range, check, check_positive_int
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,6 @@ class Curriculum(Callback):
         check_positive_int("episodes", episodes)
         for number, stage in enumerate(self.stages):
             name = f"stages[{number}]"
-            check_keywords(f"{name}.attributes", stage.attributes, "a dict of attributes by name")
-            check_keywords(f"{name}.reset_options", stage.reset_options, "a dict of options by name")
             names, expected = sorted(stage.attributes), sorted(self.stages[0].attributes)
             check(names == expected, f"{name}.attributes", names, f"{expected}, as in the first stage")
             ends = stage.until_return is not None or stage.until_env_steps is not None

@@ -135,7 +135,6 @@ class RolloutDataModule(LightningDataModule):
         self.spec = EnvironmentSpec(env_id, changed("env", groups["env"], env), backend)
         self.eval_spec = self.spec.for_evaluation()
         self.evaluation: EvaluationConfig = changed("evaluation", groups["evaluation"], evaluation)
-        self.evaluation.check()
         self.actors: ActorConfig = changed("actors", groups["actors"], actors)
         self.actors.check(backend)
         self.num_envs = num_envs

@@ -23,7 +23,7 @@ from lightning_rl.environments.contract import MAX_RESTARTS_IN_A_ROW, derive_see
 from lightning_rl.nested import Nested, map_leaves, map_stacked
 from lightning_rl.policies.interface import Policy, as_recurrent
 from lightning_rl.rollouts.rollout import Episode
-from lightning_rl.validation import check_bool, check_positive_int
+from lightning_rl.validation import PositiveInt
 
 _MAX_ENVIRONMENTS = 8
 
@@ -38,15 +38,9 @@ class EvaluationConfig:
         deterministic: Evaluate the mode of the policy rather than samples from it.
     """
 
-    episodes: int = 10
-    num_envs: int | None = None
+    episodes: PositiveInt = 10
+    num_envs: PositiveInt | None = None
     deterministic: bool = True
-
-    def check(self) -> None:
-        check_positive_int("evaluation.episodes", self.episodes)
-        if self.num_envs is not None:
-            check_positive_int("evaluation.num_envs", self.num_envs)
-        check_bool("evaluation.deterministic", self.deterministic)
 
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -12,7 +12,7 @@ from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorWrapper
 
 from lightning_rl.environments.contract import LIFE_LOST, autoreset_mode
-from lightning_rl.validation import check, check_bool, check_number, check_positive_int, is_int
+from lightning_rl.validation import NonNegativeInt, PositiveInt, Range, check
 
 
 class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -230,26 +230,15 @@ class AtariPreprocessing:
         grayscale: One channel per frame instead of three (`native` supports only grayscale).
     """
 
-    frame_skip: int = 4
-    noop_max: int = 30
+    frame_skip: PositiveInt = 4
+    noop_max: NonNegativeInt = 30
     episodic_life: bool = True
     clip_rewards: bool = True
     fire_on_reset: bool = True
-    repeat_action_probability: float | None = None
-    frame_stack: int = 4
-    screen_size: int = 84
+    repeat_action_probability: Annotated[float, Range(at_least=0, at_most=1)] | None = None
+    frame_stack: PositiveInt = 4
+    screen_size: PositiveInt = 84
     grayscale: bool = True
-
-    def check(self) -> None:
-        """Raise a `ConfigurationError` that names the option, as `env.atari.frame_skip`, if one is out of range."""
-        for name in ("frame_skip", "frame_stack", "screen_size"):
-            check_positive_int(f"env.atari.{name}", getattr(self, name))
-        for name in ("episodic_life", "clip_rewards", "fire_on_reset", "grayscale"):
-            check_bool(f"env.atari.{name}", getattr(self, name))
-        expected = "an integer of at least 0"
-        check(is_int(self.noop_max) and self.noop_max >= 0, "env.atari.noop_max", self.noop_max, expected)
-        if self.repeat_action_probability is not None:
-            check_number("env.atari.repeat_action_probability", self.repeat_action_probability, at_least=0, at_most=1)
 
     def for_evaluation(self) -> AtariPreprocessing:
         return replace(self, episodic_life=False, clip_rewards=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import gymnasium
 from gymnasium import wrappers
@@ -24,13 +24,10 @@ from lightning_rl.environments.wrappers.transforms import (
 )
 from lightning_rl.validation import (
     ClassSpec,
+    PositiveInt,
+    Range,
     check,
-    check_bool,
-    check_keywords,
     check_module,
-    check_names,
-    check_number,
-    check_positive_int,
     import_class,
     is_loading,
     is_one_of,
@@ -93,16 +90,17 @@ class EnvConfig:
     wrappers: list[str | ClassSpec] | None = None
     training_wrappers: list[str | ClassSpec] | None = None
     atari: AtariPreprocessing = AtariPreprocessing()
-    step_timeout: float | None = None
+    # The system call `poll` takes milliseconds in 32 bits.
+    step_timeout: Annotated[float, Range(above=0, at_most=1e6)] | None = None
     on_failure: OnEnvFailure = "raise"
     imports: Sequence[str] = ()
-    max_episode_steps: int | None = None
-    action_repeat: int = 1
+    max_episode_steps: PositiveInt | None = None
+    action_repeat: PositiveInt = 1
     learned_action_repeat: int | dict[str, Any] | None = None
     frame_count: Literal["simulated", "nominal"] = "simulated"
     reward_scale: float = 1.0
     reward_clip: RewardClip | None = None
-    frame_stack: int | None = None
+    frame_stack: PositiveInt | None = None
     flatten_observations: bool = False
     previous_action: bool = False
     previous_reward: bool = False
@@ -110,17 +108,9 @@ class EnvConfig:
 
     def check(self, backend: Backend) -> None:
         """Raise a `ConfigurationError` that names the option, as `env.frame_stack`, if one is invalid."""
-        check_keywords("env.kwargs", self.kwargs)
-        check_names("env.imports", self.imports, "a list of modules")
-        self.atari.check()
         self._check_backend(backend)
-        for name in ("max_episode_steps", "frame_stack"):
-            if getattr(self, name) is not None:
-                check_positive_int(f"env.{name}", getattr(self, name))
         given = self.max_episode_steps is not None and "max_episode_steps" in self.kwargs
         check(not given, "env.max_episode_steps", self.max_episode_steps, "None, since there is a limit in env.kwargs")
-        for name in ("flatten_observations", "previous_action", "previous_reward"):
-            check_bool(f"env.{name}", getattr(self, name))
         check_reward_options(self.reward_scale, self.reward_clip, "env.")
         if self.action_mask is not None:
             self._check_mask()
@@ -128,11 +118,6 @@ class EnvConfig:
     def _check_backend(self, backend: Backend) -> None:
         if self.step_timeout is not None:
             check(backend == "async", "env.step_timeout", self.step_timeout, "None unless backend is 'async'")
-            # The system call `poll` takes milliseconds in 32 bits.
-            check_number("env.step_timeout", self.step_timeout, above=0, at_most=1e6)
-        known = is_one_of(self.on_failure, get_args(OnEnvFailure))
-        check(known, "env.on_failure", self.on_failure, "raise or restart")
-        check_positive_int("env.action_repeat", self.action_repeat)
         repeats = learned_repeat(self.learned_action_repeat) is not None or self.action_repeat > 1
         known = is_one_of(self.frame_count, ("simulated", "nominal") if repeats else ("simulated",))
         expected = "simulated, or nominal with env.action_repeat or env.learned_action_repeat"

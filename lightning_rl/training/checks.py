@@ -34,7 +34,6 @@ from lightning_rl.training.schedules import parse_schedule
 from lightning_rl.validation import (
     ConfigurationError,
     check,
-    check_keywords,
     check_number,
     class_path,
     is_one_of,
@@ -87,11 +86,9 @@ def _check_optimizer(given: Mapping[str, Any]) -> None:
     rates = {"optimizer": "learning_rate", "optimizer.critic": "optimizer.critic.learning_rate"}
     for group, rate in rates.items():
         arguments = given[f"{group}.options"]
-        check_keywords(f"{group}.options", arguments)
         check("lr" not in arguments, f"{group}.options", arguments, f"no 'lr'; set {rate} instead")
         if (name := given[f"{group}.name"]) is not None:
             check_optimizer_class(group, {"class_path": name, "init_args": arguments})
-    check_keywords(f"{SCHEDULER}.options", given[f"{SCHEDULER}.options"])
     if (scheduler := scheduler_spec(given)) is not None:
         check_scheduler_class(scheduler)
         check(not given["optimizer.anneal"], "optimizer.anneal", True, f"false, since {SCHEDULER} is set")

@@ -74,7 +74,7 @@ def test_a_dict_changes_single_fields_of_the_default_of_the_class(kind, given, f
         ({"env": {"atari": None}}, r"^env\.atari=None is not valid: expected AtariPreprocessing"),
         ({"env": {"frame_stack": 0}}, r"^env\.frame_stack=0 is not valid"),
         ({"env": EnvConfig(atari=AtariPreprocessing(noop_max=-1))}, r"^env\.atari\.noop_max=-1 is not valid"),
-        ({"env": {"on_failure": "ignore"}}, r"^env\.on_failure='ignore' is not valid: expected raise or restart"),
+        ({"env": {"on_failure": "ignore"}}, r"^env\.on_failure='ignore' is not valid: expected one of raise, restart"),
         ({"env": {"on_failure": "restart"}, "backend": "native"}, r"expected 'raise' with backend='native'.* replaced"),
         ({"env": {"wrappers": [5]}}, r"^env\.wrappers=5 cannot be stored"),
         ({"env": {"training_wrappers": "x"}}, r"^env\.training_wrappers='x' is not valid"),

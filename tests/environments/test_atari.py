@@ -10,6 +10,7 @@ from lightning_rl.environments import AtariPreprocessing, EnvConfig, Environment
 from lightning_rl.environments.atari import SeededGame
 from lightning_rl.environments.make import make_single
 from lightning_rl.environments.registry import find_spec
+from lightning_rl.options import changed
 from lightning_rl.validation import ConfigurationError
 
 BREAKOUT = "ALE/Breakout-v5"
@@ -444,7 +445,7 @@ def test_option_that_a_backend_lacks_is_an_error(backend, options, message):
 )
 def test_options_out_of_range_are_errors(options, field):
     with pytest.raises(ConfigurationError, match=rf"^env\.atari\.{field} is not valid: expected "):
-        AtariPreprocessing(**options).check()
+        changed("env", EnvConfig(), {"atari": options})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
@@ -19,14 +19,7 @@ from lightning_rl.environments import Backend, EnvironmentSpec
 from lightning_rl.environments.contract import ACTORS, EnvSettings, derive_seed
 from lightning_rl.nested import map_leaves
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.validation import (
-    check,
-    check_number,
-    check_positive_int,
-    how_to_install,
-    is_int,
-    is_one_of,
-)
+from lightning_rl.validation import NonNegativeInt, PositiveFloat, PositiveInt, check, check_number, how_to_install
 
 # Seconds after which the learner, while it waits, checks its actors again.
 POLL_SECONDS = 0.5
@@ -58,29 +51,18 @@ class ActorConfig:
             this machine. Ignored if this process has a Ray session already.
     """
 
-    count: int = 0
-    prefetch: int | None = None
+    count: NonNegativeInt = 0
+    prefetch: PositiveInt | None = None
     start_method: StartMethod | None = None
-    timeout: float = 300.0
-    max_policy_lag: int | None = None
+    timeout: PositiveFloat = 300.0
+    max_policy_lag: NonNegativeInt | None = None
     backend: ActorBackend = "processes"
     resources: dict[str, float] | None = None
     ray_address: str | None = None
 
     def check(self, environments: Backend) -> None:
-        count, lag, methods = self.count, self.max_policy_lag, get_args(StartMethod)
-        check(is_int(count) and count >= 0, "actors.count", count, "an integer of at least 0")
-        if self.prefetch is not None:
-            check_positive_int("actors.prefetch", self.prefetch)
-        known = self.start_method is None or is_one_of(self.start_method, methods)
-        check(known, "actors.start_method", self.start_method, f"None or one of {', '.join(methods)}")
-        check_number("actors.timeout", self.timeout, above=0)
-        expected = "None, or an integer of at least 0"
-        check(lag is None or (is_int(lag) and lag >= 0), "actors.max_policy_lag", lag, expected)
-        backends = get_args(ActorBackend)
-        check(is_one_of(self.backend, backends), "actors.backend", self.backend, f"one of {', '.join(backends)}")
         self._check_ray()
-        if not count:
+        if not self.count:
             for default in fields(self):
                 given = getattr(self, default.name)
                 expected = f"{default.default} where actors.count is 0"
@@ -102,8 +84,7 @@ class ActorConfig:
         address, resources = self.ray_address, self.resources
         check(address is None or isinstance(address, str), "actors.ray_address", address, "an address, or None")
         if resources is not None:
-            named = isinstance(resources, Mapping) and all(isinstance(name, str) for name in resources)
-            check(named and len(resources) > 0, "actors.resources", resources, "names with amounts, {CPU: 1}")
+            check(len(resources) > 0, "actors.resources", resources, "names with amounts, {CPU: 1}")
             for name, amount in resources.items():
                 check_number(f"actors.resources[{name!r}]", amount, at_least=0)
 
