@@ -23,9 +23,11 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 from torch import nn
 
-from lightning_rl.data.actors import ActorConfig, ActorOptions, Actors, ActorSetup, ProcessActors, RayActors
+from lightning_rl.data.actors import ActorConfig, ActorOptions, Actors, ActorSetup
 from lightning_rl.data.collector import Sampler
 from lightning_rl.data.evaluation import EvaluationConfig, EvaluationOptions, Evaluator
+from lightning_rl.data.process_actors import ProcessActors
+from lightning_rl.data.ray_actors import RayActors
 from lightning_rl.environments import (
     Backend,
     EnvConfig,

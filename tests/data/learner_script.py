@@ -1,6 +1,6 @@
 """Run by `test_processes`: a learner with two actors, which tells their processes and then learns until it is stopped.
 
-python -m tests.data.actors.learner_script
+python -m tests.data.learner_script
 """
 
 import faulthandler

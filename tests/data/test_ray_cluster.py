@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from tests.data.actors.test_actors import Versions, make
-from tests.data.actors.test_ray import breaks, make_actors
+from tests.data.test_process_actors import Versions, make
+from tests.data.test_ray_actors import breaks, make_actors
 from tests.helpers import MemoryLogger, make_trainer
 
 pytestmark = [

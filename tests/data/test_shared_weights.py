@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from lightning_rl.data.actors import processes
-from lightning_rl.data.actors.processes import SharedWeights
+from lightning_rl.data import process_actors
+from lightning_rl.data.process_actors import SharedWeights
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.policies.actor_critic import ActorCritic
 from tests.helpers import DISCRETE, VECTOR
@@ -66,7 +66,7 @@ def test_a_reader_waits_until_all_weights_are_written(monkeypatch):
     weights, policy = SharedWeights(make_policy(), FORK), make_policy()
     source = make_policy()
     fill(source, 1)
-    reached, resume, write = threading.Event(), threading.Event(), processes.copy_weights
+    reached, resume, write = threading.Event(), threading.Event(), process_actors.copy_weights
 
     def write_in_two_parts(targets, sources):
         half = len(sources) // 2
@@ -75,7 +75,7 @@ def test_a_reader_waits_until_all_weights_are_written(monkeypatch):
         assert resume.wait(10)
         write(targets[half:], sources[half:])
 
-    monkeypatch.setattr(processes, "copy_weights", write_in_two_parts)
+    monkeypatch.setattr(process_actors, "copy_weights", write_in_two_parts)
     writer = threading.Thread(target=weights.publish, args=(source, 1))
     writer.start()
     assert reached.wait(10)
@@ -102,7 +102,7 @@ def test_weights_of_every_dtype_arrive():
 
 
 def test_publishing_raises_if_an_actor_does_not_release_the_lock(monkeypatch):
-    monkeypatch.setattr("lightning_rl.data.actors.processes._PATIENCE", 0.05)
+    monkeypatch.setattr("lightning_rl.data.process_actors._PATIENCE", 0.05)
     weights = SharedWeights(make_policy(), FORK)
     weights._lock.acquire()
     with pytest.raises(EnvironmentFailure, match=r"0\.05 seconds"):

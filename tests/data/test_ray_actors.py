@@ -14,8 +14,8 @@ from lightning_rl import IMPALA
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.validation import ConfigurationError
 from tests import probes  # noqa: F401 - registers environments
-from tests.data.actors.fake_ray import FakeRay
-from tests.data.actors.test_actors import FAILS, Versions, make
+from tests.data.fake_ray import FakeRay
+from tests.data.test_process_actors import FAILS, Versions, make
 from tests.helpers import MemoryLogger, make_data, make_trainer, merged
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")

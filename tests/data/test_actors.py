@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_rl import IMPALA
-from lightning_rl.data.actors import ActorConfig, Actors, base
-from lightning_rl.data.actors.base import pack, unpack
+from lightning_rl.data import actors
+from lightning_rl.data.actors import ActorConfig, Actors, pack, unpack
 from lightning_rl.nested import leaves
 from tests import nested_probes  # noqa: F401 - registers
 from tests.helpers import make_data, make_trainer, merged
@@ -45,7 +45,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_unpacked_rollout_equals_the_packed_one(case, in_pipe, monkeypatch):
     if not in_pipe:
-        monkeypatch.setattr(base, "_MAX_IN_PIPE", -1)
+        monkeypatch.setattr(actors, "_MAX_IN_PIPE", -1)
     env_id, options = CASES[case]
     rollout = collected(env_id, **options)
     rollout.policy_version = 3

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor, nn
 
-from lightning_rl.data.actors.base import (
+from lightning_rl.data.actors import (
     POLL_SECONDS,
     ActorConfig,
     Actors,

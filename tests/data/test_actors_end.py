@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc, and forks")
 
@@ -38,7 +38,7 @@ def gone_within(pids: list[int], seconds: float) -> bool:
 def test_no_actor_outlives_its_learner(signum, to_all, code, said):
     """Neither a killed learner, nor one that gets Ctrl-C, which a terminal also sends to actors; they ignore it."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.data.actors.learner_script"]
+    command = [sys.executable, "-m", "tests.data.learner_script"]
     learner = subprocess.Popen(
         command,
         cwd=ROOT,

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rl import CLEAR, IMPALA, PPO, LastCheckpoint, OverlappedPPO
-from lightning_rl.data.actors import processes
+from lightning_rl.data import process_actors
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.validation import ConfigurationError
 from tests import nested_probes, probes  # noqa: F401 - they register environments
@@ -319,7 +319,7 @@ def test_a_signal_is_honored_within_five_seconds_while_all_actors_are_stopped(us
 
 
 def test_a_signal_is_honored_before_the_first_rollout(usual_handlers, monkeypatch):
-    monkeypatch.setattr("lightning_rl.data.actors.processes._GRACE", 0.1)
+    monkeypatch.setattr("lightning_rl.data.process_actors._GRACE", 0.1)
     data = make_actors("Probe/Failing-v0", env={"kwargs": FAILS | {"how": "hang"}})
     model = make(data)
     with pytest.warns(UserWarning, match="nothing was saved: the Trainer saves no checkpoints"):
@@ -332,7 +332,7 @@ def test_a_signal_is_honored_before_the_first_rollout(usual_handlers, monkeypatc
 def test_no_signal_to_all_processes_ends_an_actor_not_even_one_that_begins(prepared, found, monkeypatch):
     """Processes inherit the signals that the learner blocks while it starts them, until they ignore them."""
     if not prepared:  # as before the first rollout
-        monkeypatch.setattr(processes, "live_with_parent", lambda: None)
+        monkeypatch.setattr(process_actors, "live_with_parent", lambda: None)
     left_alone = []
 
     class Look(Callback):
@@ -356,7 +356,7 @@ def test_no_signal_to_all_processes_ends_an_actor_not_even_one_that_begins(prepa
 def test_a_learner_that_is_interrupted_while_it_starts_actors_leaves_none(monkeypatch):
     """It would wait for them forever at exit, since they ignore the signal to end."""
     begun, data = [], make_actors(actors={"count": 2})
-    start = processes.ProcessActors._start
+    start = process_actors.ProcessActors._start
 
     def interrupted(actors, *args):
         start(actors, *args)
@@ -364,7 +364,7 @@ def test_a_learner_that_is_interrupted_while_it_starts_actors_leaves_none(monkey
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # which waits
         raise OSError("no more processes")
 
-    monkeypatch.setattr(processes.ProcessActors, "_start", interrupted)
+    monkeypatch.setattr(process_actors.ProcessActors, "_start", interrupted)
     # A handler of the program, which is kept, and raises KeyboardInterrupt.
     before = signal.signal(signal.SIGINT, lambda signum, frame: signal.default_int_handler(signum, frame))
     try:

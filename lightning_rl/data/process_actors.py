@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
-from lightning_rl.data.actors.base import (
+from lightning_rl.data.actors import (
     POLL_SECONDS,
     ActorConfig,
     Actors,
