@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,30 +16,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_rl import fast
-from lightning_rl.checkpointing.atomic import AtomicCheckpointIO
 from lightning_rl.checkpointing.failed_update import skip_or_raise
-from lightning_rl.checkpointing.format import (
-    CHECKPOINT_KEY,
-    check_format,
-    read_checkpoint,
-    restore_rank,
-    restore_replays,
-    run_state,
-)
+from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint, restore_this_rank, run_state
 from lightning_rl.checkpointing.interruption import InterruptionGuard
-from lightning_rl.checkpointing.resuming import adopt_settings, changes, check_fits, check_resumable
-from lightning_rl.checkpointing.warm_start import WarmStart, warm_start
+from lightning_rl.checkpointing.loading import WarmStart, load_algorithm, warm_start
+from lightning_rl.checkpointing.resuming import take_over
 from lightning_rl.distributed import world_size
-from lightning_rl.environments.contract import MINIBATCHES, derive_seed
-from lightning_rl.files import check_intact, read_data
 from lightning_rl.nested import Nested
 from lightning_rl.options import (
-    changed,
     default_groups,
     defaults_of,
     flat,
     nested,
-    parameters_of,
     refuse_unknown_options,
 )
 from lightning_rl.policies.actor_critic import POLICY_OPTIONS, ActorCritic, PolicyConfig, PolicyOptions, copy_to_cpu
@@ -104,10 +91,7 @@ from lightning_rl.validation import (
     ClassSpec,
     ConfigurationError,
     check,
-    constructor_options,
-    import_class,
     is_one_of,
-    loading,
 )
 
 
@@ -150,6 +134,7 @@ class OnPolicyAlgorithm(LightningModule):
         not_in_checkpoints: Names of replays that checkpoints leave out.
         skipped_updates: Number of consecutive rollouts whose updates were skipped.
         updating: Whether a rollout is being learned from. Stays true after an exception.
+        restored: States of all ranks and planned end of the run in a loaded checkpoint, until training starts.
     """
 
     learns_off_policy = False
@@ -202,8 +187,7 @@ class OnPolicyAlgorithm(LightningModule):
         self.not_in_checkpoints: set[str] = set()
         self.skipped_updates, self.updating = 0, False
         self.acting_copies: list[nn.Module] = []  # in a list, which hides it from checkpoints
-        self._restored_ranks: list[dict[str, Any]] = []
-        self._restored_plan: int | None = None
+        self.restored: dict[str, Any] = {}
         self._set_learning_rates(learning_rate)
         self.policy = self.make_policy()
         # Acting may happen in another process, which has the policy alone.
@@ -630,20 +614,21 @@ class OnPolicyAlgorithm(LightningModule):
 
     def on_fit_start(self) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if not self._restored_ranks and self.trainer.fit_loop.total_batch_idx < 0:  # a new run
+        if not self.restored and self.trainer.fit_loop.total_batch_idx < 0:  # a new run
             self.clock.env_steps_before_epochs = self.env_steps
         self.check_run(self.trainer, getattr(data, "rollout_shape", None))
         self.check_data(data)
 
     def on_train_start(self) -> None:
         _update_acting_policy(self)
-        self._restore_this_rank()
+        restore_this_rank(self, self.restored.get("ranks", []))
         for optimizer in self.steps.all_optimizers:
             for group in optimizer.param_groups:  # a checkpoint may come from another device
                 group |= {name: optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
         self.clock.planned_env_steps = planned_env_steps(self.trainer)
-        self.schedules.report_new_end(self.env_steps, self.clock.planned_env_steps, self._restored_plan)
-        self._restored_plan = None
+        planned_before = self.restored.get("planned_env_steps")
+        self.schedules.report_new_end(self.env_steps, self.clock.planned_env_steps, planned_before)
+        self.restored = {}
         is_known = self.clock.planned_env_steps is not None
         self.schedules.check_end(self, is_known, "a run whose length is known: set max_env_steps")
 
@@ -728,41 +713,13 @@ class OnPolicyAlgorithm(LightningModule):
             ConfigurationError: The file is damaged or no checkpoint of this package in its format, or a class in it is
                 not trusted, cannot be imported or is not what its field expects.
         """
-        check_intact(checkpoint_path, "checkpoint_path", "an intact checkpoint")
         check(hparams_file is None, "hparams_file", hparams_file, "None; the checkpoint has all options")
-        checkpoint = read_data(checkpoint_path, map_location or _nearest_device, weights_only)
-        check_format(checkpoint)
-        stored = checkpoint["hyper_parameters"]
-        with loading(trust):
-            path = stored.get("_class_path")  # Lightning's command line adds it
-            algorithm = cls if path is None else import_class("_class_path", path, OnPolicyAlgorithm)
-            options = constructor_options(algorithm, stored)
-            has_unknown = bool(options.keys() - {parameter.name for parameter in parameters_of(algorithm)})
-            saved = checkpoint[CHECKPOINT_KEY]["algorithm"]
-            # A user's class without a constructor has the options of its base class.
-            shipped = saved in sys.modules[__name__.rpartition(".")[0]].__all__
-            is_other = shipped and saved not in {base.__name__ for base in algorithm.__mro__}
-            if is_other or has_unknown or not issubclass(algorithm, cls):
-                raise ConfigurationError(
-                    f"checkpoint_path={str(checkpoint_path)!r} is a checkpoint of {saved}, not of {cls.__name__}: "
-                    f"use {saved}.load_from_checkpoint"
-                )
-            groups = default_groups(algorithm)
-            given = {
-                name: changed(name, changed(name, groups[name], stored[name]), value) if name in groups else value
-                for name, value in kwargs.items()
-            }
-            module = algorithm(**options | given)
-            module.configure_model()
-        module.on_load_checkpoint(checkpoint)
-        state = checkpoint["state_dict"]
-        module.load_state_dict(state, strict=module.strict_loading if strict is None else strict)
-        return module.to(next((x.device for x in state.values()), torch.device("cpu")))
+        loaded: Self = load_algorithm(cls, checkpoint_path, map_location, strict, weights_only, trust, kwargs)
+        return loaded
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = checkpoint[CHECKPOINT_KEY] = run_state(self)
-        if self._restored_ranks:  # not taken over yet: training has not started
-            state |= {"ranks": self._restored_ranks, "planned_env_steps": self._restored_plan}
+        # What a checkpoint restored is still needed until training starts.
+        checkpoint[CHECKPOINT_KEY] = run_state(self) | self.restored
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the clock; when resuming, also adapt the optimizer states to changed options.
@@ -771,45 +728,7 @@ class OnPolicyAlgorithm(LightningModule):
             ConfigurationError: The file is damaged, the checkpoint is in another format or belongs to other spaces or
                 another network, or training cannot be resumed from it (see `check_resumable`).
         """
-        trainer = self._trainer
-        if trainer is not None and not isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
-            check_intact(trainer.ckpt_path, "ckpt_path", "an intact checkpoint")
-        check_format(checkpoint)
-        resumes = trainer is not None and trainer.state.fn == "fit"
-        if resumes:
-            check_resumable(checkpoint, self)
-        check_fits(checkpoint, self)
-        if trainer is not None and trainer.precision == "64-true":
-            # Lightning converts after it has loaded the parameters, which would round them to float32.
-            self.double()
-        state, clock = checkpoint[CHECKPOINT_KEY], self.clock
-        clock.env_steps, clock.policy_version = state["env_steps"], state["policy_version"]
-        clock.frames = state["frames"]
-        if resumes:
-            for sentence in changes(checkpoint, self):
-                rank_zero_info(sentence)
-            adopt_settings(checkpoint, self)
-            if self.acting_copies:  # `ModelParallelStrategy` has already loaded the optimizers
-                for stored, optimizer in zip(checkpoint["optimizer_states"], self.trainer.optimizers, strict=False):
-                    for group, settings in zip(optimizer.param_groups, stored["param_groups"], strict=True):
-                        group |= {name: x for name, x in settings.items() if name != "params"}
-            self.skipped_updates = state["skipped_updates"]
-            clock.env_steps_before_epochs = state["env_steps_before_epochs"]
-            self._restored_ranks, self._restored_plan = state["ranks"], state["planned_env_steps"]
-
-    def _restore_this_rank(self) -> None:
-        """Seed or restore the random generators, and restore replays and values that are not logged yet."""
-        if self.global_rank < len(self._restored_ranks):
-            restore_rank(self, self._restored_ranks[self.global_rank])
-        else:
-            path = (MINIBATCHES, self.global_rank, self.policy_version)
-            self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
-        restore_replays(self, self._restored_ranks)
-        if len(self._restored_ranks) == self.trainer.world_size:
-            self.metrics.restore(self._restored_ranks[self.global_rank]["window"])
-        else:  # a rank that is new could not reduce metrics that it does not have
-            self.metrics.begin(self.env_steps)
-        self._restored_ranks = []
+        take_over(checkpoint, self)
 
     def __getstate__(self) -> dict[str, Any]:
         # PyTorch cannot send a generator to a spawned process, nor a tensor without another reference.
@@ -819,9 +738,3 @@ class OnPolicyAlgorithm(LightningModule):
         generator = torch.Generator()
         generator.set_state(torch.frombuffer(bytearray(state["generator"]), dtype=torch.uint8))
         super().__setstate__(state | {"generator": generator})  # type: ignore[no-untyped-call]
-
-
-def _nearest_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
-    """Return None to keep a tensor's device, or the storage on the CPU if this machine has no such device."""
-    found, kind = torch.accelerator.current_accelerator(check_available=True), location.partition(":")[0]
-    return None if kind == "cpu" or (found is not None and found.type == kind) else storage.cpu()  # type: ignore[no-untyped-call]

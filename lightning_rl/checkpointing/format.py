@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_rl import __version__
 from lightning_rl.distributed import gather_on_rank_zero
+from lightning_rl.environments.contract import MINIBATCHES, derive_seed
 from lightning_rl.files import load_plain
 from lightning_rl.rollouts.replay import Replay
 from lightning_rl.validation import ConfigurationError
@@ -101,7 +102,22 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def restore_rank(module: Any, state: dict[str, Any]) -> None:  # noqa: ANN401
+def restore_this_rank(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401 - an algorithm
+    """Restore generators, replays and values that are not logged yet; a new rank or run begins with its own seed."""
+    rank = module.global_rank
+    if rank < len(ranks):
+        _restore_generators(module, ranks[rank])
+    else:
+        seed = derive_seed(torch.initial_seed(), MINIBATCHES, rank, module.policy_version)
+        module.generator.manual_seed(seed)
+    _restore_replays(module, ranks)
+    if len(ranks) == module.trainer.world_size:
+        module.metrics.restore(ranks[rank]["window"])
+    else:  # a rank that is new could not reduce metrics that it does not have
+        module.metrics.begin(module.env_steps)
+
+
+def _restore_generators(module: Any, state: Mapping[str, Any]) -> None:  # noqa: ANN401
     """Restore the random generators and discounted returns of this rank from its entry in `ranks`."""
     module.generator.set_state(state["generator"].cpu())
     generators = state["random"]
@@ -115,7 +131,7 @@ def restore_rank(module: Any, state: dict[str, Any]) -> None:  # noqa: ANN401
         module.reward_normalizer.discounted_return = state["discounted_return"].to(module.device)
 
 
-def restore_replays(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401
+def _restore_replays(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401
     """Restore the earlier rollouts of this rank from the states of all `ranks`; warn if there are new ranks."""
     for replay in module.replays.values() if ranks else ():
         replay.clear()

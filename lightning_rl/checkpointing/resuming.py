@@ -7,11 +7,14 @@ from typing import Any
 
 import lightning
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl import __version__
-from lightning_rl.checkpointing.format import CHECKPOINT_KEY, is_weights_only
+from lightning_rl.checkpointing.atomic import AtomicCheckpointIO
+from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format, is_weights_only
+from lightning_rl.files import check_intact
 from lightning_rl.spaces import differing, space_from_dict
 from lightning_rl.training.normalizers import reward_scale
 from lightning_rl.training.optimizers import SCHEDULER, has_own_critic_optimizer, optimizers_and_schedulers
@@ -33,6 +36,35 @@ _ALL_NEW = "; all optimizers start with a new state"
 _NEW_STATE = ", with a new state"
 _STORED_STATE = ", with the stored state"
 _LEARNED = ", ignored: the learned value is kept"
+
+
+def take_over(checkpoint: dict[str, Any], module: Any) -> None:  # noqa: ANN401 - an algorithm
+    """Check a checkpoint and take over its clock; if the Trainer resumes the run, also the rest of its state."""
+    trainer, state, clock = module._trainer, checkpoint.get(CHECKPOINT_KEY, {}), module.clock
+    if trainer is not None and not isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+        check_intact(trainer.ckpt_path, "ckpt_path", "an intact checkpoint")
+    check_format(checkpoint)
+    resumes = trainer is not None and trainer.state.fn == "fit"
+    if resumes:
+        check_resumable(checkpoint, module)
+    check_fits(checkpoint, module)
+    if trainer is not None and trainer.precision == "64-true":
+        # Lightning converts after it has loaded the parameters, which would round them to float32.
+        module.double()
+    for name in ("env_steps", "policy_version", "frames"):
+        setattr(clock, name, state[name])
+    if not resumes:
+        return
+    for sentence in changes(checkpoint, module):
+        rank_zero_info(sentence)
+    adopt_settings(checkpoint, module)
+    if module.acting_copies:  # `ModelParallelStrategy` has already loaded the optimizers
+        for stored, optimizer in zip(checkpoint["optimizer_states"], trainer.optimizers, strict=False):
+            for group, settings in zip(optimizer.param_groups, stored["param_groups"], strict=True):
+                group |= {name: x for name, x in settings.items() if name != "params"}
+    module.skipped_updates = state["skipped_updates"]
+    clock.env_steps_before_epochs = state["env_steps_before_epochs"]
+    module.restored = {name: state[name] for name in ("ranks", "planned_env_steps")}
 
 
 def check_fits(checkpoint: Mapping[str, Any], module: Any) -> None:  # noqa: ANN401 - an algorithm

@@ -542,4 +542,4 @@ def test_given_seed_is_kept_and_evaluation_does_not_change_training(tmp_path: Pa
     assert data.seed == 123
     assert data._sampler.starts == 0
     assert model.env_steps == 2 * 3 * 24
-    assert model._restored_ranks == []
+    assert model.restored == {}

@@ -1,17 +1,67 @@
-"""Starts a run with parameters from a checkpoint of another run."""
+"""Makes an algorithm from a checkpoint, or copies parameters of another run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_rl.checkpointing.format import CHECKPOINT_KEY
+import lightning_rl
+from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format
+from lightning_rl.files import check_intact, read_data
+from lightning_rl.options import changed, default_groups, parameters_of
 from lightning_rl.training.normalizers import reward_scale
 from lightning_rl.training.parameter_groups import PARTS, Part, part_of
-from lightning_rl.validation import ConfigurationError, check
+from lightning_rl.validation import ConfigurationError, check, constructor_options, import_class, loading
+
+
+def load_algorithm(
+    cls: type[Any],
+    source: str | Path | IO[bytes],
+    map_location: Any,  # noqa: ANN401 - as torch.load has it
+    strict: bool | None,
+    weights_only: bool | None,
+    trust: Sequence[str],
+    given: Mapping[str, Any],
+) -> Any:  # noqa: ANN401 - an instance of `cls`
+    """Return an algorithm of a class from its checkpoint, with the options `given` changed."""
+    check_intact(source, "checkpoint_path", "an intact checkpoint")
+    checkpoint = read_data(source, map_location or _nearest_device, weights_only)
+    check_format(checkpoint)
+    stored, saved = checkpoint["hyper_parameters"], checkpoint[CHECKPOINT_KEY]["algorithm"]
+    with loading(trust):
+        path = stored.get("_class_path")  # Lightning's command line adds it
+        algorithm = cls if path is None else import_class("_class_path", path, LightningModule)
+        options = constructor_options(algorithm, stored)
+        has_unknown = bool(options.keys() - {parameter.name for parameter in parameters_of(algorithm)})
+        # A user's class without a constructor has the options of its base class.
+        is_other = saved in lightning_rl.__all__ and saved not in {base.__name__ for base in algorithm.__mro__}
+        if is_other or has_unknown or not issubclass(algorithm, cls):
+            raise ConfigurationError(
+                f"checkpoint_path={str(source)!r} is a checkpoint of {saved}, not of {cls.__name__}: "
+                f"use {saved}.load_from_checkpoint"
+            )
+        groups = default_groups(algorithm)
+        changes = {
+            name: changed(name, changed(name, groups[name], stored[name]), value) if name in groups else value
+            for name, value in given.items()
+        }
+        module = algorithm(**options | changes)
+        module.configure_model()
+    module.on_load_checkpoint(checkpoint)
+    state = checkpoint["state_dict"]
+    module.load_state_dict(state, strict=module.strict_loading if strict is None else strict)
+    return module.to(next((x.device for x in state.values()), torch.device("cpu")))
+
+
+def _nearest_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """Return None to keep a tensor's device, or the storage on the CPU if this machine has no such device."""
+    found, kind = torch.accelerator.current_accelerator(check_available=True), location.partition(":")[0]
+    return None if kind == "cpu" or (found is not None and found.type == kind) else storage.cpu()  # type: ignore[no-untyped-call]
 
 
 class WarmStart(NamedTuple):
