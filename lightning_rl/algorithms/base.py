@@ -596,8 +596,8 @@ class OnPolicyAlgorithm(LightningModule):
         has_update = type(self).update is not OnPolicyAlgorithm.update
         check(has_update, "model", type(self).__name__, "a subclass that defines update(rollout)")
         check_trainer(self, trainer, rollout_shape)
-        try_optimizers(self.policy, self.options, self.default_optimizer())
         device = training_device(trainer)
+        try_optimizers(self.policy, self.options, self.default_optimizer(), device)
         problem = fast.compiler_problem(device) or None
         fast_paths = self.options["debug.fast_paths"]
         check(fast_paths != "compiled" or problem is None, "debug.fast_paths", fast_paths, f"auto, since {problem}")

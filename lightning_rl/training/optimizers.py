@@ -123,14 +123,13 @@ def check_optimizers(policy: nn.Module, options: Mapping[str, Any], default: Cla
             check(not unknown, f"optimizer.groups: {pattern}", groups[pattern], expected)
 
 
-def try_optimizers(policy: nn.Module, options: Mapping[str, Any], default: ClassSpec) -> None:
-    """Check that optimizers and schedulers that a user chose can take steps, with small dummy parameters."""
+def try_optimizers(policy: nn.Module, options: Mapping[str, Any], default: ClassSpec, device: torch.device) -> None:
+    """Check that optimizers and schedulers that a user chose can take steps, with small parameters on a device."""
     names = ("name", "options", "critic.name", "critic.options", "groups", "scheduler.name")
     # Meta tensors have no numbers, and XLA would compile each step.
-    has_numbers = not {parameter.device.type for parameter in policy.parameters()} & {"meta", "xla"}
-    if has_numbers and any(options[f"optimizer.{name}"] for name in names):
+    if device.type not in ("meta", "xla") and any(options[f"optimizer.{name}"] for name in names):
         for part in _parts(policy, options, default):
-            _try_optimizer(*part, options["optimizer.groups"], scheduler_spec(options))
+            _try_optimizer(*part, options["optimizer.groups"], scheduler_spec(options), device)
 
 
 def _try_optimizer(
@@ -139,9 +138,10 @@ def _try_optimizer(
     part: Mapping[str | None, list[nn.Parameter]],
     groups: ParameterGroups,
     scheduler: ClassSpec | None,
+    device: torch.device,
 ) -> None:
     def dummy(x: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(torch.ones([min(size, 2) for size in x.shape], dtype=x.dtype, device=x.device))
+        return nn.Parameter(torch.ones([min(size, 2) for size in x.shape], dtype=x.dtype, device=device))
 
     dummies = {pattern: [dummy(x) for x in members] for pattern, members in part.items()}
     optimizer = _make(field, spec, dummies, groups, 1e-3)
