@@ -31,8 +31,8 @@ def draw(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     return allowed | (np.arange(shape[-1]) == rng.integers(shape[-1], size=(*shape[:-1], 1)))
 
 
-def draw_leaf(space: spaces.Space[Any], rng: np.random.Generator) -> np.ndarray | None:
-    """A mask of a leaf in the documented form, None for one without choices."""
+def draw_leaf(space: spaces.Space[Any], rng: np.random.Generator) -> np.ndarray:
+    """A mask of a leaf in the documented form."""
     if isinstance(space, spaces.Discrete):
         return draw((int(space.n),), rng)
     if isinstance(space, spaces.MultiBinary):
@@ -41,7 +41,7 @@ def draw_leaf(space: spaces.Space[Any], rng: np.random.Generator) -> np.ndarray 
         return np.concatenate([draw((int(n),), rng) for n in space.nvec.ravel()])
     if np.issubdtype(space.dtype, np.integer):
         return np.concatenate([draw((3,), rng) for _ in range(2)])
-    return None
+    return draw(space.shape, rng)
 
 
 class Invalid(gymnasium.Env[Any, Any]):
@@ -126,11 +126,11 @@ def space_of(masks: Any) -> spaces.Space[Any]:
 
 
 def by_place(masks: Any) -> Any:
-    """Tuples as dicts, without what is None: any form that can be a part of an observation too."""
+    """Tuples as dicts: a form that can be a part of an observation too."""
     if isinstance(masks, tuple):
         masks = {str(place): part for place, part in enumerate(masks)}
     if isinstance(masks, dict):
-        return {key: by_place(part) for key, part in masks.items() if part is not None}
+        return {key: by_place(part) for key, part in masks.items()}
     return masks
 
 
@@ -146,6 +146,8 @@ def allows(space: spaces.Space[Any], mask: np.ndarray, action: Any) -> bool:
         return bool(mask[action - space.start])
     if isinstance(space, spaces.MultiBinary):
         return all(row[bit] for row, bit in zip(mask, action, strict=True))
+    if np.issubdtype(space.dtype, np.floating):
+        return not action[mask == 0].any()
     counts = space.nvec if isinstance(space, spaces.MultiDiscrete) else (3, 3)
     start = space.start if isinstance(space, spaces.MultiDiscrete) else space.low
     offsets = np.cumsum([0, *counts[:-1]])

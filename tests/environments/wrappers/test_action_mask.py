@@ -166,11 +166,17 @@ def test_mask_of_a_final_observation_may_allow_nothing(backend):
         assert roll(make("discrete", backend=backend, mode=mode, nothing_at=3)).shape == (16, 2)
 
 
-@pytest.mark.parametrize(("name", "part"), [("ragged", "0"), ("hybrid", "arm.1.0"), ("pair", "0")])
+@pytest.mark.parametrize(("name", "part"), [("ragged", "0"), ("hybrid", "arm.0"), ("pair", "0")])
 def test_component_without_a_valid_choice_is_named(name, part):
     environments = make(name, nothing_at=1, conditional=name == "pair")
     with pytest.raises(EnvironmentFailure, match=rf"allows nothing to component '{part}' of the action"):
         roll(environments)
+
+
+def test_parts_without_a_mask_may_be_none():
+    action_space = spaces.Tuple([spaces.Discrete(2), spaces.Box(-1, 1, (2,))])
+    source = MaskSource("info.action_mask", spaces.Box(-1, 1), action_space)
+    assert source.by_name((np.array([1, 0]), None)).keys() == {"0"}
 
 
 @pytest.mark.parametrize("mask", [[0.0, -math.inf], [0.5, 1.0], [256, 1]])
