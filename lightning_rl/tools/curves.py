@@ -286,9 +286,7 @@ def probability_of_improvement(scores: Array, others: Array) -> Array:
 
 def interquartile_mean(scores: Array) -> Array:
     """Return the mean of the middle half of the scores of all runs and environments (section 4.3)."""
-    ordered = np.sort(scores, axis=None)
-    trim = ordered.size // 4
-    return np.asarray(ordered[trim : ordered.size - trim].mean())
+    return _trimmed_mean(scores.ravel(), scores.size // 4)
 
 
 def interval(

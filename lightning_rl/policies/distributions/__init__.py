@@ -5,11 +5,10 @@ Only what a policy gradient needs, without the validation of `torch.distribution
 
 from __future__ import annotations
 
-from lightning_rl.policies.distributions.autoregressive import Autoregressive
 from lightning_rl.policies.distributions.base import Distribution
 from lightning_rl.policies.distributions.continuous import Beta, Bounds, DiagonalGaussian, SquashedGaussian
 from lightning_rl.policies.distributions.discrete import Bernoulli, Categorical, MultiCategorical
-from lightning_rl.policies.distributions.joint import Joint
+from lightning_rl.policies.distributions.joint import Autoregressive, Joint
 from lightning_rl.policies.distributions.make import ActionDistribution, make_action_head
 
 __all__ = [

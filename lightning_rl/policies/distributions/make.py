@@ -14,11 +14,10 @@ from torch import nn
 from lightning_rl.masks import MAX_INTEGER_CHOICES, ActionMask, MaskLayout, num_choices
 from lightning_rl.nested import join, map_space, part_at, replace_leaves, space_leaves
 from lightning_rl.options import types_of
-from lightning_rl.policies.distributions.autoregressive import MAX_COMBINATIONS, AutoregressiveHead, is_suitable
 from lightning_rl.policies.distributions.base import Initialization
 from lightning_rl.policies.distributions.continuous import BetaHead, GaussianHead, SquashedGaussianHead
 from lightning_rl.policies.distributions.discrete import BernoulliHead, CategoricalHead, MultiCategoricalHead
-from lightning_rl.policies.distributions.joint import JointHead
+from lightning_rl.policies.distributions.joint import MAX_COMBINATIONS, AutoregressiveHead, JointHead, is_suitable
 from lightning_rl.validation import ConfigurationError, check, instantiate, is_one_of, to_class_spec
 
 ActionDistribution: TypeAlias = "str | dict[str, Any] | None"

@@ -20,7 +20,7 @@ from lightning_rl.policies.distributions import (
     SquashedGaussian,
     make_action_head,
 )
-from lightning_rl.policies.distributions.autoregressive import AutoregressiveHead
+from lightning_rl.policies.distributions.joint import AutoregressiveHead
 from lightning_rl.policies.distributions.make import KINDS
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import VECTOR
