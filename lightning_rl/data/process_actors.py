@@ -41,8 +41,6 @@ from lightning_rl.validation import ConfigurationError
 
 # Seconds that all actors together get to end on their own; an interrupted learner has to end within five.
 _GRACE = 2.0
-# Seconds that the learner waits for an actor to finish reading the weights.
-_PATIENCE = 30.0
 
 
 class SharedWeights:
@@ -59,18 +57,12 @@ class SharedWeights:
     def publish(self, policy: nn.Module, version: int, while_locked: Callable[[], None] = lambda: None) -> None:
         """Make the weights of a policy, on any device, the ones that actors use from their next rollout on.
 
-        While an actor holds the lock, `while_locked` is called twice a second, and its exceptions end the wait. An
-        actor that does not release the lock raises an `EnvironmentFailure`.
+        While an actor holds the lock, `while_locked` is called twice a second, and its exceptions end the wait.
         """
         # Before the lock is taken: copies from another device wait for its queue.
         weights = [x.cpu() for x in weights_of(policy)]
-        deadline = time.monotonic() + _PATIENCE
-        while not self._lock.acquire(timeout=min(POLL_SECONDS, _PATIENCE)):
+        while not self._lock.acquire(timeout=POLL_SECONDS):
             while_locked()
-            if time.monotonic() > deadline:
-                raise EnvironmentFailure(
-                    f"the policy could not be published within {_PATIENCE:g} seconds: an actor holds the lock"
-                )
         try:
             copy_weights(self._shared, weights)
             self._version.fill_(version)

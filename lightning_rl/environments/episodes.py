@@ -381,7 +381,8 @@ class RestartingEpisodes(SeededEpisodes):
             self._restarts_in_a_row += 1
             if self._restarts_in_a_row > MAX_RESTARTS_IN_A_ROW:
                 give_up(failure)
-            self._close_failed()
+            with contextlib.suppress(Exception, SystemExit):  # the first failure is the one to report
+                self.env.close()
             try:
                 self.env = self._make()
                 observation, info = self._checked_reset(None, self.first_options)
@@ -393,13 +394,6 @@ class RestartingEpisodes(SeededEpisodes):
                 failure = self._failure(f"raised in the making of a new environment: {summary(error)}")
             else:
                 return observation, info | {FAILURE: failures, EPISODE: self.episode}
-
-    def _close_failed(self) -> None:
-        try:
-            self.env.close()
-        except BaseException as error:  # ignored: the first failure is the one to report
-            if not is_failure(error):
-                raise
 
     def _check_finite_leaf(self, path: str, x: Any) -> None:  # noqa: ANN401
         self._check_finite(f"observation {path}".rstrip(), x)

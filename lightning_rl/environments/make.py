@@ -21,7 +21,7 @@ from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing, VectorGameScore, sign
 from lightning_rl.environments.batch import EnvironmentBatch, LocalVectorEnv, NativeCartPole
-from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, role_prefix, summary
+from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, role_prefix, summary
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.environments.registry import (
     check_envpool,
@@ -181,9 +181,7 @@ def explained(spec: EnvironmentSpec, gym_spec: EnvSpec | None = None) -> Iterato
                 f"env_id={spec.env_id!r} needs a library that is not installed: {error}"
             ) from error
         raise missing_package(gym_spec, error) from error
-    except BaseException as error:
-        if not is_failure(error):
-            raise
+    except (Exception, SystemExit) as error:
         raise ConfigurationError(
             f"env_id={spec.env_id!r} cannot be made with env.kwargs={spec.env.kwargs!r}: "
             f"{summary(error)}{_place(error)}{working_versions(error)}{_similar_argument(error, gym_spec)}"
@@ -328,8 +326,6 @@ def _wrapped(env: Any, wrapper: ClassSpec) -> Any:  # noqa: ANN401 - a single or
     try:
         return instantiate("env.wrappers", wrapper, WRAPPERS, env)
     except SystemExit as error:
-        if not is_failure(error):
-            raise
         raise ConfigurationError(
             f"env.wrappers: {wrapper['class_path']} raised {summary(error)} with "
             f"init_args={wrapper['init_args']!r}; expected a wrapper that can be made"

@@ -12,7 +12,7 @@ from traceback import walk_tb
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
-from lightning_rl.environments.contract import is_failure, summary
+from lightning_rl.environments.contract import summary
 from lightning_rl.validation import ConfigurationError, how_to_install
 
 # Packages that register environments when they are imported, with the extra that installs them.
@@ -90,9 +90,7 @@ def import_modules(names: Iterable[str]) -> None:
 def _import(module: str, field: str) -> None:
     try:
         importlib.import_module(module)
-    except BaseException as error:
-        if not is_failure(error):
-            raise
+    except (Exception, SystemExit) as error:
         if module in _ROBOTICS and not importlib.util.find_spec(module):
             raise _needs(field, "robotics", f"{module} is not installed") from error
         raise ConfigurationError(

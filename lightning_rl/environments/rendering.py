@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
-from lightning_rl.environments.contract import is_failure, summary
+from lightning_rl.environments.contract import summary
 from lightning_rl.validation import ConfigurationError, how_to_install
 
 _MAX_FPS = 30
@@ -125,9 +125,7 @@ def explained_rendering(spec: EnvSpec) -> Iterator[None]:
         yield
     except ConfigurationError:
         raise
-    except BaseException as error:
-        if not is_failure(error):
-            raise
+    except (Exception, SystemExit) as error:
         if isinstance(error, gymnasium.error.DependencyNotInstalled | ImportError) and "pygame" in str(error):
             raise ConfigurationError(
                 f"{spec.id} is drawn by pygame, which is not installed: {how_to_install('video')}"

@@ -381,11 +381,6 @@ class UnrollMemory(Replay):
         return self._bytes
 
     @property
-    def numbers(self) -> list[int]:
-        """Numbers of the unrolls, counted from 0 over all unrolls ever appended."""
-        return sorted(kept.number for kept in self._kept)
-
-    @property
     def layout(self) -> Layout | None:
         if not self._kept:
             return None

@@ -238,7 +238,7 @@ def test_invalid_wrapper_is_named(wrapper, message):
 )
 def test_invalid_backend_and_step_timeout_are_errors(backend, timeout, message):
     with pytest.raises(ConfigurationError, match=message):
-        EnvironmentSpec("CartPole-v1", EnvConfig(step_timeout=timeout), backend)
+        RolloutDataModule("CartPole-v1", backend=backend, env={"step_timeout": timeout})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
-from lightning_rl.environments.contract import Array, EnvironmentFailure, WorkerFailure, is_failure, summary
+from lightning_rl.environments.contract import Array, EnvironmentFailure, WorkerFailure, summary
 from lightning_rl.environments.wrappers.history import OBSERVATION, VectorHistory
 from lightning_rl.masks import ActionMask, MaskLayout, component_names, find_masks, has_choices
 from lightning_rl.nested import (
@@ -74,9 +74,7 @@ class MaskSource:
         """
         try:
             info = env.reset()[1]
-        except BaseException as error:
-            if not is_failure(error):
-                raise
+        except (Exception, SystemExit) as error:
             raise EnvironmentFailure(
                 f"an environment raised in the reset that shows its action masks: {summary(error)}"
             ) from error
