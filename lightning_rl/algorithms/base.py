@@ -29,6 +29,7 @@ from lightning_rl.options import (
     flat,
     nested,
     refuse_unknown_options,
+    types_of,
 )
 from lightning_rl.policies.actor_critic import POLICY_OPTIONS, ActorCritic, PolicyConfig, PolicyOptions, copy_to_cpu
 from lightning_rl.policies.distributions import Distribution
@@ -175,7 +176,8 @@ class OnPolicyAlgorithm(LightningModule):
             normalization=normalization,
             debug=debug,
         )
-        check_options(options, self.without_effect, flat(defaults_of(type(self)), groups))
+        shipped = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("lightning_rl."))
+        check_options(options, types_of(shipped), self.without_effect, flat(defaults_of(type(self)), groups))
         self.observation_space = space_from_dict(options["observation_space"])
         self.action_space = space_from_dict(options["action_space"])
         self.gamma = gamma

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -19,7 +19,7 @@ from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import Unroll, check_room_for_unroll, unroll
-from lightning_rl.validation import check, check_bool, check_number, is_one_of
+from lightning_rl.validation import check_number
 
 
 class CLEAR(IMPALA):
@@ -58,13 +58,11 @@ class CLEAR(IMPALA):
         super().__init__(observation_space, action_space, **kwargs)
         self.replay_ratio = check_number("replay_ratio", replay_ratio, above=0)
         check_number("replay_memory_gib", replay_memory_gib, above=0)
-        choices = get_args(ReplayPolicy)
-        check(is_one_of(replay_policy, choices), "replay_policy", replay_policy, " or ".join(choices))
         self.policy_cloning_coef = check_number("policy_cloning_coef", policy_cloning_coef, at_least=0)
         self.value_cloning_coef = check_number("value_cloning_coef", value_cloning_coef, at_least=0)
         self.kept = UnrollMemory(int(replay_memory_gib * 2**30), replay_policy)
         self.replays["unrolls"] = self.kept
-        if not check_bool("replay_in_checkpoint", replay_in_checkpoint):
+        if not replay_in_checkpoint:
             self.not_in_checkpoints.add("unrolls")
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:

@@ -28,7 +28,7 @@ from lightning_rl.training.parameter_groups import (
     parameters_of_policy,
 )
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import check, check_number, check_positive_int, is_one_of
+from lightning_rl.validation import check, check_number, check_positive_int
 
 
 class ReturnEstimator(AdvantageEstimator):
@@ -106,12 +106,9 @@ class CriticPretraining(OnPolicyAlgorithm):
         **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
-        check(is_one_of(reduction, ("mean", "sum")), "reduction", reduction, "mean or sum")
         self.normalizers.transform_rewards(reward_scale, reward_clip, self.options["normalization.rewards"])
-        check(is_one_of(target, ("discounted_return", "vtrace")), "target", target, "discounted_return or vtrace")
         if target != "vtrace":
             check(vtrace_lambda == 1, "vtrace_lambda", vtrace_lambda, "1 unless target is vtrace")
-        check(is_one_of(trains, ("critic", "network")), "trains", trains, "critic or network")
         self.trains = trains
         if trains == "critic":
             check_critic(self.policy, "model", type(self).__name__)

@@ -23,7 +23,7 @@ from lightning_rl.training.config import OPTIONS_OF_PASSES, OPTIONS_OF_TARGETS
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import Reduction, Unroll, VTraceEstimates, reduction_scale, unroll
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import ClassSpec, check, check_bool, check_number, is_one_of
+from lightning_rl.validation import ClassSpec, check_number
 
 
 class IMPALA(OnPolicyAlgorithm):
@@ -75,7 +75,6 @@ class IMPALA(OnPolicyAlgorithm):
         **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
-        check(is_one_of(reduction, ("mean", "sum")), "reduction", reduction, "mean or sum")
         self.reduction = reduction
         self.normalizers.transform_rewards(reward_scale, reward_clip, self.options["normalization.rewards"])
         for name, bound in (("clip_rho", clip_rho), ("clip_c", clip_c), ("clip_pg_rho", clip_pg_rho)):
@@ -84,7 +83,7 @@ class IMPALA(OnPolicyAlgorithm):
         self.clip_rho, self.clip_c, self.clip_pg_rho = clip_rho, clip_c, clip_pg_rho
         self.vtrace_lambda = self.scheduled("vtrace_lambda", vtrace_lambda, at_least=0, at_most=1)
         self.vtrace_leak = check_number("vtrace_leak", vtrace_leak, at_least=0, at_most=1)
-        self.clip_advantage = check_bool("clip_advantage", clip_advantage)
+        self.clip_advantage = clip_advantage
         self.value_coef = check_number("value_coef", value_coef, at_least=0)
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
 

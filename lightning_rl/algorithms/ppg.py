@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from gymnasium import spaces
@@ -28,7 +28,7 @@ from lightning_rl.training.loss import Loss
 from lightning_rl.training.optimizers import optimizers_and_schedulers
 from lightning_rl.training.parameter_groups import ActorOrCritic
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import check, check_bool, check_number, check_positive_int, is_one_of
+from lightning_rl.validation import check, check_number, check_positive_int
 
 Architecture = Literal["dual", "shared", "detached"]
 
@@ -151,14 +151,14 @@ class PPG(PPO):
         if num_aux_minibatches is not None:
             check_positive_int("num_aux_minibatches", num_aux_minibatches)
         self.num_aux_minibatches = num_aux_minibatches
-        self.aux_sequences = check_bool("aux_sequences", aux_sequences)
+        self.aux_sequences = aux_sequences
         self.cloning_coef = check_number("cloning_coef", cloning_coef, at_least=0)
         self.aux_value_coef = check_number("aux_value_coef", aux_value_coef, at_least=0)
         if aux_clip_range_value is not None:
             check_number("aux_clip_range_value", aux_clip_range_value, above=0)
         self.aux_clip_range_value = aux_clip_range_value
         self.aux_learning_rate_scale = check_number("aux_learning_rate_scale", aux_learning_rate_scale, above=0)
-        self.steps.num_sets = 2 if check_bool("separate_aux_optimizer", separate_aux_optimizer) else 1
+        self.steps.num_sets = 2 if separate_aux_optimizer else 1
         self.aux_memory_gib = check_number("aux_memory_gib", aux_memory_gib, above=0)
         self.kept = RolloutMemory(check_positive_int("num_policy_iterations", num_policy_iterations))
         self.replays["rollouts"] = self.kept
@@ -166,8 +166,6 @@ class PPG(PPO):
     def make_policy(self) -> AuxiliaryActorCritic:
         options, architecture = self.policy_options(), self.options["architecture"]
         shared_encoder = options.pop("shared_encoder")
-        choices = get_args(Architecture)
-        check(is_one_of(architecture, choices), "architecture", architecture, f"one of {', '.join(choices)}")
         expected = "None: architecture says who shares the encoder"
         check(shared_encoder is None, "policy.shared_encoder", shared_encoder, expected)
         expected = "dual, since critic_only gives the critic more to see"

@@ -29,7 +29,7 @@ from lightning_rl.training.config import (
 )
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import check, check_bool, check_number
+from lightning_rl.validation import check, check_number
 
 
 class TFAgentsEstimator(AdvantageEstimator):
@@ -154,7 +154,7 @@ class TFAgentsPPO(PPOKLPenalty):
             normalization=normalization,
             **kwargs,
         )
-        self.sum_losses_over_ranks = check_bool("sum_losses_over_ranks", sum_losses_over_ranks)
+        self.sum_losses_over_ranks = sum_losses_over_ranks
         self.normalizers.counts_resets = True
         normalizers = [self.normalizers.of_rewards]
         observations = self.options["normalization.observations"]

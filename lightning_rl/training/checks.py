@@ -35,6 +35,7 @@ from lightning_rl.validation import (
     ConfigurationError,
     check,
     check_number,
+    check_type,
     class_path,
     is_one_of,
     to_plain_data,
@@ -64,10 +65,14 @@ def plain_options(given: Mapping[str, Any]) -> dict[str, Any]:
 _CLASSES = ("optimizer.name", "optimizer.critic.name", "optimizer.scheduler.name")
 
 
-def check_options(given: Mapping[str, Any], without_effect: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
-    """Check the options of every algorithm, by full name; `without_effect` has reasons by option that is not used."""
+def check_options(
+    given: Mapping[str, Any], types: Mapping[str, Any], without_effect: Mapping[str, str], defaults: Mapping[str, Any]
+) -> None:
+    """Check options by full name; `without_effect` has the reason for each option that is not used."""
     for name, reason in without_effect.items():
         check(given[name] == defaults[name], name, given[name], f"{defaults[name]!r}: {reason}")
+    for name, hint in types.items():
+        check_type(name, given[name], hint)
     check_number("gamma", given["gamma"], at_least=0, at_most=1)
     _check_normalizers(given)
     _check_optimizer(given)

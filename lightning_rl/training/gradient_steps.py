@@ -383,7 +383,7 @@ class EagerEngine:
     compiles_loss = False
 
     def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> None:  # noqa: ANN401
-        """Compute loss, gradient and step at once, and return a `StepResult`; None if the engine cannot do this."""
+        """Return None: this engine has no program for a whole step."""
         return None
 
     def loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: ActorOrCritic | None) -> Any:  # noqa: ANN401

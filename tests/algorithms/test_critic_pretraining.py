@@ -205,7 +205,7 @@ def test_invalid_options_raise():
         ({"optimizer": {"l2": {"policy": 0.1}}}, "optimizer.l2.policy=0.1"),
         ({"advantages": {"value_target": "empirical"}}, "advantages.value_target='empirical'"),
         ({"num_epochs": 0}, "num_epochs=0"),
-        ({"trains": "encoder"}, "trains='encoder' .* critic or network"),
+        ({"trains": "encoder"}, "trains='encoder' .* one of critic, network"),
         ({"replay_ratio": -1.0}, "replay_ratio=-1.0"),
         ({"replay_memory_gib": 2.0}, "replay_memory_gib=2.0 .* 1.0 unless replay_ratio"),
     ):
