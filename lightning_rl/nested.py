@@ -11,6 +11,7 @@ Nested = Any
 """A leaf, or a dict or tuple of `Nested`; Python's types cannot express this for leaves of any type."""
 
 T = TypeVar("T")
+_DICTS, _TUPLES = (dict, spaces.Dict), (tuple, spaces.Tuple)
 
 
 def map_leaves(function: Callable[..., T], first: Nested, *rest: Nested) -> Nested:
@@ -43,11 +44,7 @@ def map_stacked(function: Callable[[list[Any]], T], xs: Sequence[Nested]) -> Nes
 
 def map_space(function: Callable[[spaces.Space[Any]], T], space: spaces.Space[Any]) -> Nested:
     """Apply `function` to every leaf of a space, and return a dict for a `Dict`, a tuple for a `Tuple`."""
-    if isinstance(space, spaces.Dict):
-        return {key: map_space(function, part) for key, part in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(map_space(function, part) for part in space)
-    return function(space)
+    return map_paths(lambda _, leaf: function(leaf), space)
 
 
 def replace_leaves(
@@ -69,13 +66,18 @@ def space_leaves(space: spaces.Space[Any], path: str = "") -> dict[str, spaces.S
     return {path: space}
 
 
+def map_paths(function: Callable[[str, Any], T], x: Nested, path: str = "") -> Nested:
+    """Apply `function(path, leaf)` to every leaf of nested values or of a space; `x` itself is at `path`."""
+    if isinstance(x, _DICTS):
+        return {key: map_paths(function, part, join(path, key)) for key, part in x.items()}
+    if isinstance(x, _TUPLES):
+        return tuple(map_paths(function, part, join(path, index)) for index, part in enumerate(x))
+    return function(path, x)
+
+
 def nested_paths(x: Nested, path: str = "") -> Nested:
     """Return the path of every leaf of nested values or of a space, nested as these; `x` itself is at `path`."""
-    if isinstance(x, dict | spaces.Dict):
-        return {key: nested_paths(part, join(path, key)) for key, part in x.items()}
-    if isinstance(x, tuple | spaces.Tuple):
-        return tuple(nested_paths(part, join(path, i)) for i, part in enumerate(x))
-    return path
+    return map_paths(lambda place, _: place, x, path)
 
 
 def part_at(x: Nested, path: str) -> Any:  # noqa: ANN401

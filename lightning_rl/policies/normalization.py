@@ -11,7 +11,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.distributed import Reduce, exact_dtype, identity
-from lightning_rl.nested import Nested, map_leaves, module_name, nested_paths, part_at, replace_leaves, space_leaves
+from lightning_rl.nested import Nested, map_paths, module_name, part_at, replace_leaves, space_leaves
 from lightning_rl.spaces import is_image
 from lightning_rl.validation import check, check_number, check_type
 
@@ -103,7 +103,7 @@ class NestedNormalizer(nn.Module):
         def normalize(path: str, x: Tensor) -> Tensor:
             return self._of(path)(x) if path in self.paths else x
 
-        return map_leaves(normalize, nested_paths(observations), observations)
+        return map_paths(normalize, observations)
 
     def update(self, observations: Nested, reduce: Reduce = identity) -> None:
         for path in self.paths:
