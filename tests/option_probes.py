@@ -85,7 +85,9 @@ _SHAPES: list[Callable[[Any], Any]] = [
     *_scheduler("CosineAnnealingLR", "T_max", "eta_min"),
     *_scheduler("ExponentialLR", "gamma"),
     *_scheduler("LinearLR", "start_factor", "total_iters"),
-    *_class("lightning_rl.policies.networks.MLPEncoder", "hidden_sizes", "activation", "discrete_encoding", "encoders"),
+    *_class(
+        "lightning_rl.policies.networks.mlp.MLPEncoder", "hidden_sizes", "activation", "discrete_encoding", "encoders"
+    ),
     lambda v: {"kind": v},
     lambda v: {"kind": "constant", "value": v},
     lambda v: {"kind": "linear", "start": v, "end": 0.1},

@@ -239,7 +239,7 @@ def test_trainer_validates_and_predicts():
 
 def test_learns_from_image_and_switch_with_a_critic_only_answer():
     small = {
-        "class_path": "lightning_rl.policies.networks.ImpalaEncoder",
+        "class_path": "lightning_rl.policies.networks.images.ImpalaEncoder",
         "init_args": {"channels": [4], "out_features": 16},
     }
     data = make_data(PUZZLE, num_envs=8, rollout_length=64, rollouts_per_epoch=30, evaluation={"episodes": 20})
