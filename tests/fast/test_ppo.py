@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from lightning_rl import PPO
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.ppo import READ_BY_LOSS
+from lightning_rl.fast.engine import closed_form_of
 from lightning_rl.fast.ppo import PPOLoss
-from lightning_rl.fast.programs import KnownLoss, closed_form_of
+from lightning_rl.fast.programs import KnownLoss
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions.discrete import CategoricalHead
 from lightning_rl.rollouts.batch import Batch
