@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_rl.public import *  # noqa: F403
+    from lightning_rl.cli.public import *  # noqa: F403
 
 __version__ = "0.1.0.dev0"
 
@@ -17,7 +17,7 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - classes, functions and modu
         return _imported(name)
     if not name.startswith("__") or name == "__all__":
         # The first name imports all classes, so that `LightningCLI` knows their short names.
-        public = {key: value for key, value in vars(_imported("public")).items() if not key.startswith("_")}
+        public = {key: value for key, value in vars(_imported("cli.public")).items() if not key.startswith("_")}
         globals().update(public, __all__=[*public, "__version__"])
         if name in globals():
             return globals()[name]

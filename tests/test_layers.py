@@ -19,7 +19,7 @@ FLOORS = [
     {"algorithms"},
     {"tools"},
     {"callbacks"},
-    {"cli", "public"},
+    {"cli"},
 ]
 # Modules outside of folders: a vocabulary that every folder may use, and the top of the house.
 VOCABULARY = {"validation", "files", "nested", "masks", "spaces", "distributed", "options"}

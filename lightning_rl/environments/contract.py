@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,17 +98,30 @@ def give_up(failure: EnvironmentFailure) -> NoReturn:
 def is_failure(error: BaseException) -> bool:
     """Whether an exception from the code of an environment is a failure of the environment.
 
-    `SystemExit` is a failure too, unless a signal handler raised it to end the program.
+    `SystemExit` and `KeyboardInterrupt` are failures too, unless a signal handler raised them to end the program.
     """
-    if isinstance(error, SystemExit):
-        handlers = {_code_of(signal.getsignal(signum)) for signum in signal.valid_signals()}
-        return not any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
-    return isinstance(error, Exception)
+    if isinstance(error, Exception):
+        return True
+    return isinstance(error, SystemExit | KeyboardInterrupt) and not _comes_from_signal(error)
 
 
 def summary(error: BaseException) -> str:
     """Return the class and the text of an exception."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _comes_from_signal(error: BaseException) -> bool:
+    if threading.current_thread() is not threading.main_thread():  # Python runs signal handlers in the main thread
+        return False
+    if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Python's own handler has no frame, and interrupts any instruction but a `raise` statement.
+        last = error.__traceback__
+        while last is not None and last.tb_next is not None:
+            last = last.tb_next
+        if last is None or dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] != "RAISE_VARARGS":
+            return True
+    handlers = {_code_of(signal.getsignal(signum)) for signum in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _code_of(handler: Any) -> CodeType | None:  # noqa: ANN401 - a function, a callable object or a number

@@ -21,7 +21,7 @@ from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing, VectorGameScore, sign
 from lightning_rl.environments.batch import EnvironmentBatch, LocalVectorEnv, NativeCartPole
-from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, role_prefix, summary
+from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, role_prefix, summary
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.environments.registry import (
     check_envpool,
@@ -325,7 +325,9 @@ def _wrapped(env: Any, wrapper: ClassSpec) -> Any:  # noqa: ANN401 - a single or
     """Apply a wrapper; `SystemExit` in its constructor is an error too."""
     try:
         return instantiate("env.wrappers", wrapper, WRAPPERS, env)
-    except SystemExit as error:
+    except (SystemExit, KeyboardInterrupt) as error:
+        if not is_failure(error):
+            raise
         raise ConfigurationError(
             f"env.wrappers: {wrapper['class_path']} raised {summary(error)} with "
             f"init_args={wrapper['init_args']!r}; expected a wrapper that can be made"

@@ -406,7 +406,6 @@ def why_not(model: Any) -> str | None:  # noqa: ANN401
     fast_paths = model.options["debug.fast_paths"]
     if fast_paths == "none":
         return "debug.fast_paths is none"
-    # Lightning stores a compiled training step in the instance.
     if torch.is_anomaly_enabled():
         return "anomaly detection is on"
     if model.device_mesh is not None:
