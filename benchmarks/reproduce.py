@@ -196,10 +196,13 @@ def read_curve(logs: Iterable[tuple[Path, float]], also: Collection[str] = ()) -
 
 
 def shared_settings(config: Path) -> dict[str, Any]:
-    """Return the complete configuration without settings of this run alone: folders, logger and callbacks."""
+    """Return the complete configuration without the folders, logger and callbacks of this run alone."""
     settings: dict[str, Any] = yaml.safe_load(config.read_text())
-    for name in ("logger", "default_root_dir", "callbacks"):
-        settings["trainer"].pop(name)
+    trainer = settings["trainer"]
+    for name in ("logger", "default_root_dir"):
+        trainer.pop(name)
+    own = ("lightning_rl.LastCheckpoint", "kept_run.RunClock")
+    trainer["callbacks"] = [x for x in trainer["callbacks"] or () if x["class_path"] not in own] or None
     settings.pop("ckpt_path", None)
     return settings
 
