@@ -88,7 +88,7 @@ def acting(env_id: str, num_envs: int, length: int, rollouts: int) -> dict[str, 
     torch.manual_seed(0)
     policy = ActorCritic(data.observation_space, data.action_space)
     sampler, spent = Sampler(data.spec, num_envs, length, ()), {"policy": 0.0}
-    sampler.start((data.observation_space, data.action_space), 0, 0, torch.device("cpu"), torch.float32)
+    sampler.start(0, 0, torch.device("cpu"), torch.float32)
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401

@@ -11,7 +11,6 @@ from lightning.fabric import Fabric
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.data.collector import Sampler
-from lightning_rl.environments import spaces_of
 
 
 def main(max_env_steps: int = 60_000, precision: str = "32-true") -> list[float]:
@@ -24,7 +23,7 @@ def main(max_env_steps: int = 60_000, precision: str = "32-true") -> list[float]
     wrapped, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-5))
     wrapped.mark_forward_method("loss")
     sampler = Sampler(data.spec, data.num_envs, data.rollout_length, info_keys=())
-    sampler.start(spaces_of(data.spec), seed=0, rank=0, device=fabric.device, dtype=model.dtype)
+    sampler.start(seed=0, rank=0, device=fabric.device, dtype=model.dtype)
     returns = []
     while model.env_steps < max_env_steps:
         with fabric.autocast():

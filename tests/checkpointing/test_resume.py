@@ -431,7 +431,7 @@ def test_run_with_restarted_environment_resumes_exactly(tmp_path: Path) -> None:
     assert model.env_steps == 3 * 24 - 1
     state = torch.load(tmp_path / "after_1.ckpt", weights_only=True)
     window = state["lightning_rl"]["ranks"][0]["window"]
-    assert window["counts"]["rollout/env_restarts"] == 1
+    assert window["counts"]["rollout/env_restarts"][0] == 1
 
 
 def test_wrapper_with_state_across_episodes_is_detected(tmp_path: Path) -> None:
