@@ -72,7 +72,8 @@ def check_options(
     for name, reason in without_effect.items():
         check(given[name] == defaults[name], name, given[name], f"{defaults[name]!r}: {reason}")
     for name, hint in types.items():
-        check_type(name, given[name], hint)
+        if "." not in name:  # a group has checked its own options
+            check_type(name, given[name], hint)
     check_number("gamma", given["gamma"], at_least=0, at_most=1)
     _check_normalizers(given)
     _check_optimizer(given)
