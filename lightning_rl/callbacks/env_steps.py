@@ -200,9 +200,8 @@ class EnvStepCheckpoint(ModelCheckpoint):
         save_weights_only: bool = False,
     ) -> None:
         check_positive_int("every_n_env_steps", every_n_env_steps)
-        if (
-            monitor is None and save_top_k > 1
-        ):  # Lightning keeps several by a value only; the newest have the largest step
+        if monitor is None and save_top_k > 1:
+            # Lightning keeps several by a value only; the newest have the largest step.
             monitor, mode = "step", "max"
         super().__init__(
             dirpath,
