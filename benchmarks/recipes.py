@@ -34,8 +34,8 @@ class Recipe:
 
 _RECORDED = (
     "lightning-rl fit --config ppo/cartpole",
-    "lightning-rl predict --config ppo/cartpole --ckpt_path last --data.evaluation.episodes 20 --record expert"
-    " --record_as minari",
+    "lightning-rl predict --config ppo/cartpole --ckpt_path last --data.evaluation.episodes 20"
+    " --data.evaluation.deterministic false --record expert --record_as minari",
 )
 RECIPES = {
     "behaviour_cloning/cartpole": Recipe(before=_RECORDED),
