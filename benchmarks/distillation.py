@@ -50,13 +50,13 @@ def run(seed: int, folder: Path) -> dict[str, Any]:
     teaching, learning = Scores(), Scores()
     fit("ppo/cartpole.yaml", seed, teaching, teacher, env)
     fit("distillation/cartpole.yaml", seed, learning, folder / "student.ckpt", env, teacher=str(teacher))
-    begins = student["model"]["init_args"]["rl_coef"]["points"][-1][0]
-    with_ppo = [score for step, score in zip(learning.env_steps, learning.returns, strict=True) if step > begins]
+    begin = student["model"]["init_args"]["rl_coef"]["points"][-1][0]  # of PPO with its full weight
+    with_full_ppo = [score for step, score in zip(learning.env_steps, learning.returns, strict=True) if step > begin]
     return {
         "seed": seed,
         "teacher": teaching.returns[-1],
         "steps_to_goal": reached(learning.env_steps, learning.returns),
-        "lowest_return_with_ppo": min(with_ppo),
+        "lowest_return_with_full_ppo": min(with_full_ppo),
         "env_steps": learning.env_steps,
         "returns": learning.returns,
     }
@@ -78,7 +78,7 @@ def compare(seeds: int) -> dict[str, Any]:
         "goal": GOAL,
         "steps_to_goal": [one["steps_to_goal"] for one in runs],
         "steps_to_goal_of_recurrent_ppo": recurrent_ppo(),
-        "lowest_return_with_ppo": [one["lowest_return_with_ppo"] for one in runs],
+        "lowest_return_with_full_ppo": [one["lowest_return_with_full_ppo"] for one in runs],
         "runs": runs,
     }
 

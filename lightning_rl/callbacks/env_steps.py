@@ -201,7 +201,7 @@ class EnvStepCheckpoint(ModelCheckpoint):
     ) -> None:
         check_positive_int("every_n_env_steps", every_n_env_steps)
         if monitor is None and save_top_k > 1:
-            # Lightning keeps several by a value only; the newest have the largest step.
+            # Lightning keeps more than one checkpoint only by a monitored value; the step keeps the newest.
             monitor, mode = "step", "max"
         super().__init__(
             dirpath,

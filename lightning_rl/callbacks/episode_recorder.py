@@ -33,9 +33,9 @@ def _installed() -> Iterator[RecordAs]:
 class EpisodeRecorder(Callback):
     """Write the episodes of `predict` into a folder.
 
-    Videos are `episode=….mp4`, numbered over all ranks as the command line prints them. The Minari data set
-    `minari/<environment>/<algorithm>-v0` has the observations of the policy and the actions that the environment
-    received. Recording does not change the episodes.
+    Videos are `episode=….mp4`, with the episode numbers that the command line prints, counted over all ranks. The
+    Minari data set `minari/<environment>/<algorithm>-v0` has the observations of the policy and the actions that the
+    environment received. Recording does not change the episodes.
 
     Args:
         folder: Folder for the files.
