@@ -97,6 +97,12 @@ def test_mujoco_tasks_but_swimmer_share_one_set_of_hyper_parameters():
     assert len(ids) == 8
 
 
+def test_minatar_games_share_one_set_of_hyper_parameters():
+    configs = [yaml.safe_load(path.read_text()) for path in CONFIGS.glob("ppo/minatar_*.yaml")]
+    assert len(configs) == 4
+    assert len({json.dumps(config["model"]) for config in configs}) == 1
+
+
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_configuration_is_consistent_as_it_stands(path):
     config = parsed(path)
