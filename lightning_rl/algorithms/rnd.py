@@ -190,7 +190,9 @@ class RND(PPO):
         super().after_update(means)
         stream, starts = self.stream, None if self.stream.starts is None else self.stream.starts[0]
         self.policy.novelty_normalizer.update(stream.flatten().observations, all_reduce)
-        self.intrinsic_normalizer.update(stream.rewards, stream.dones, stream.valid, starts=starts)
+        self.intrinsic_normalizer.update(
+            stream.rewards, stream.dones, stream.valid, starts=starts, repeats=stream.repeats
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

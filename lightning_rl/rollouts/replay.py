@@ -102,6 +102,12 @@ def num_bytes(x: Nested) -> int:
     return sum(int(leaf.nbytes) for leaf in leaves(x))
 
 
+def weighted_alike(parts: Sequence[Fields]) -> list[Fields]:
+    """Return the fields of equally long rollouts or unrolls; if some have `weights`, those of the others are 1."""
+    known = [fields["weights"] for fields in parts if "weights" in fields]
+    return [{"weights": torch.ones_like(known[0]), **fields} for fields in parts] if known else [*parts]
+
+
 def copy_to_memory(x: Tensor) -> Tensor:
     """Return a copy on the CPU."""
     return x.detach().to("cpu", copy=True).contiguous()
@@ -134,10 +140,17 @@ class UseLimitedBuffer(Replay):
         return num_bytes(self._fields or {})
 
     def append(self, fields: Fields) -> None:
-        """Copy rows `[N, ...]` into the buffer; if there are more than `size`, the last ones."""
+        """Copy rows `[N, ...]` into the buffer; if there are more than `size`, the last ones.
+
+        If only some of the rows have `weights`, those of the others are 1.
+        """
         num_rows = len(first_leaf(fields))
         if self._fields is None:
             self._fields = map_leaves(lambda x: x.new_zeros(self.size, *x.shape[1:], device="cpu"), fields)
+        if "weights" in fields and "weights" not in self._fields:
+            self._fields["weights"] = fields["weights"].new_ones(self.size, device="cpu")
+        if "weights" in self._fields and "weights" not in fields:
+            fields = {**fields, "weights": self._fields["weights"].new_ones(num_rows)}
         kept = slice(max(0, num_rows - self.size), num_rows)
         places = (self._next + torch.arange(kept.start, kept.stop)) % self.size
         if self._before is not None:  # for `rollback`
@@ -147,10 +160,10 @@ class UseLimitedBuffer(Replay):
         self._next = (self._next + num_rows) % self.size
 
     def _put(self, places: Tensor, rows: Fields) -> None:
-        def put(storage: Tensor, x: Tensor) -> None:
+        def put(x: Tensor, storage: Tensor) -> None:
             storage[places] = x.detach().cpu()
 
-        map_leaves(put, self._fields, rows)
+        map_leaves(put, rows, self._fields)
 
     def clear(self) -> None:
         self._fields, self._next = None, 0
@@ -312,7 +325,8 @@ class RolloutMemory(Replay):
 
     def gather(self, addresses: Tensor, only: str | None = None) -> Fields:
         """Return copies of steps, each field of shape `[*addresses.shape, ...]`; with `only`, at most that field."""
-        wanted = [{n: x for n, x in kept.fields.items() if only in (None, n)} for kept in self._kept]
+        every = weighted_alike([kept.fields for kept in self._kept])
+        wanted = [{n: x for n, x in fields.items() if only in (None, n)} for fields in every]
         if not wanted or not wanted[0]:
             return {}
         parts = self._by_rollout(addresses)
@@ -469,7 +483,7 @@ def _columns(rollout: Rollout, per_step: Fields) -> list[Fields]:
 
 
 def _together(columns: Sequence[Fields]) -> tuple[Rollout, Fields]:
-    by_time = [{name: x for name, x in column.items() if name not in _OTHERS} for column in columns]
+    by_time = weighted_alike([{n: x for n, x in column.items() if n not in _OTHERS} for column in columns])
     fields = map_stacked(lambda xs: torch.stack(xs, 1), by_time)
     per_step: Fields = fields.pop("per_step")
     steps = torch.cat([column["final_steps"] for column in columns])

@@ -111,7 +111,8 @@ class Normalizers:
             # learned one.
             first = None if rollout.actor is None else rollout.actor * rollout.shape[1]
             starts = None if rollout.starts is None else rollout.starts[0]
-            self.of_rewards.update(rollout.rewards, rollout.dones, rollout.valid, first=first, starts=starts)
+            ends, repeats = rollout.dones, rollout.repeats
+            self.of_rewards.update(rollout.rewards, ends, rollout.valid, first=first, starts=starts, repeats=repeats)
 
     def _snapshot(self) -> Callable[[], None]:
         """Copy the statistics of observations and rewards, and return a function that restores them."""
@@ -161,6 +162,7 @@ class RewardNormalizer(nn.Module):
         *,
         first: int | None = None,
         starts: Tensor | None = None,
+        repeats: Tensor | None = None,
     ) -> None:
         """Update the running variance with a rollout of each rank, tensors `[T, B]`; a collective call.
 
@@ -172,6 +174,7 @@ class RewardNormalizer(nn.Module):
                 rollout has all environments.
             starts: Which environments start an episode with the rollout, `[B]`; in a resumed run this may include
                 environments whose last episode did not end. None: only environments whose last episode ended.
+            repeats: Number of times that gamma discounts after each step, as in `Rollout`. None: once.
         """
         num_envs, start, known = rewards.shape[1], first or 0, self.discounted_return
         size = num_envs if first is None else max(start + num_envs, len(known))
@@ -185,7 +188,8 @@ class RewardNormalizer(nn.Module):
         if valid is not None:
             rewards = rewards.where(valid, 0)
             ends = ends | ~valid  # an environment reset, or failed in the first step of the rollout
-        keep = self.gamma * (~ends).to(rewards.dtype)
+        gamma = self.gamma if repeats is None else self.gamma ** repeats.to(rewards.dtype)
+        keep = gamma * (~ends).to(rewards.dtype)
         decay = torch.cat([torch.ones_like(keep[:1]), keep[:-1]])
         returns = reverse_scan(rewards.flip(0), decay.flip(0), before).flip(0)
         after = keep[-1] * returns[-1]  # 0 after the end of an episode

@@ -5,8 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_rl import PPO, RND
 from lightning_rl.policies.normalization import ObservationNormalizer, RunningMoments
 from lightning_rl.training.normalizers import RewardNormalizer
+from tests.helpers import make_data, make_trainer
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -135,16 +137,16 @@ def test_half_precision_observations_are_normalized_in_float32(dtype):
     assert out.item() == 1.5
 
 
-def slow_discounted_returns(rewards: np.ndarray, ends: np.ndarray, gamma: float) -> np.ndarray:
-    """OpenAI Baselines' VecNormalize, one environment and step at a time."""
+def slow_discounted_returns(
+    rewards: np.ndarray, ends: np.ndarray, gamma: float, repeats: np.ndarray | None = None
+) -> np.ndarray:
+    """OpenAI Baselines' VecNormalize, one environment and step at a time; gamma discounts `repeats` times per step."""
     returns = np.zeros_like(rewards)
     for b in range(rewards.shape[1]):
         running = 0.0
         for t in range(rewards.shape[0]):
-            running = running * gamma + rewards[t, b]
-            returns[t, b] = running
-            if ends[t, b]:
-                running = 0.0
+            returns[t, b] = running + rewards[t, b]
+            running = 0.0 if ends[t, b] else returns[t, b] * gamma ** (1 if repeats is None else repeats[t, b])
     return returns
 
 
@@ -163,6 +165,34 @@ def test_reward_normalizer_equals_a_loop_over_environments_and_rollouts():
     assert normalizer.moments.count.item() == returns.size
     assert normalizer.moments.variance.item() == pytest.approx(variance, rel=1e-12)
     torch.testing.assert_close(normalizer(rewards), (rewards / (variance + 1e-8) ** 0.5).clamp(-10, 10), **EXACT)
+
+
+def test_reward_normalizer_discounts_once_per_repeat():
+    rewards, ends = reward_rollout()
+    repeats = torch.randint(1, 5, rewards.shape, generator=torch.Generator().manual_seed(2))
+    normalizer = RewardNormalizer(0.9)
+    for part in range(2):
+        rows = slice(20 * part, 20 * part + 20)
+        normalizer.update(rewards[rows], ends[rows], repeats=repeats[rows])
+    returns = slow_discounted_returns(rewards.numpy(), ends.numpy(), 0.9, repeats.numpy())
+    assert normalizer.moments.variance.item() == pytest.approx(returns.var(), rel=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", [PPO, RND])
+def test_rewards_of_learned_action_repeats_are_normalized_with_their_discounts(algorithm):
+    """With a discount factor of 0.5 the variances with and without repeats differ by a third."""
+    given: list[tuple[Tensor, ...]] = []
+    data = make_data(rollouts_per_epoch=1, env={"learned_action_repeat": 4})
+    options = {"intrinsic_gamma": 0.5} if algorithm is RND else {}
+    model = algorithm(data.observation_space, data.action_space, gamma=0.5, normalization={"rewards": True}, **options)
+    normalizer = model.intrinsic_normalizer if algorithm is RND else model.normalizers.of_rewards
+    updated = normalizer.update
+    normalizer.update = lambda *args, **kwargs: given.append((*args, kwargs["repeats"])) or updated(*args, **kwargs)
+    make_trainer().fit(model, data)
+    ((rewards, ends, _, repeats),) = given
+    assert repeats.min() < repeats.max()
+    returns = slow_discounted_returns(rewards.double().numpy(), ends.numpy(), 0.5, repeats.numpy())
+    assert normalizer.moments.variance.item() == pytest.approx(returns.var(), rel=1e-6)
 
 
 def test_rewards_are_scaled_and_clipped_but_not_shifted():

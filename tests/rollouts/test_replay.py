@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 
+from lightning_rl import CLEAR, PPG, CriticPretraining, OffPolicyPPG
 from lightning_rl.rollouts.replay import RolloutMemory, UnrollMemory, UseLimitedBuffer
 from lightning_rl.rollouts.rollout import Rollout
+from tests.helpers import make_data, make_trainer, parameters_of
 from tests.vectors.load import load
 
 BUFFERS = load("ppg_vtrace/ding_buffers")
@@ -309,6 +312,62 @@ def test_buffer_is_restored_from_a_checkpoint(tmp_path):
     assert held(restored) == held(buffer)
     restored.load_state_dict(UseLimitedBuffer(6).state_dict())
     assert len(restored) == 0
+
+
+# -- step weights
+
+
+def with_weights(numbers: list[int], weight: float | None) -> dict[str, Tensor]:
+    return rows(numbers) | ({} if weight is None else {"weights": torch.full((len(numbers),), weight)})
+
+
+@pytest.mark.parametrize("weights", [(0.5, None), (None, 0.5)])
+def test_rows_without_step_weights_count_like_rows_of_weight_1(weights):
+    first, second = (1.0 if weight is None else weight for weight in weights)
+    buffer = UseLimitedBuffer(5)
+    buffer.append(with_weights([0, 1, 2], weights[0]))
+    buffer.begin()
+    buffer.append(with_weights([3, 4, 5], weights[1]))
+    assert buffer.gather(torch.arange(5))["weights"].tolist() == [second, first, first, second, second]
+    buffer.rollback()
+    assert held(buffer)[:3] == [0, 1, 2]
+    assert buffer.gather(torch.arange(3)).get("weights", torch.ones(3)).tolist() == [first] * 3
+
+
+class Weighing(Callback):
+    """Gives weights to every second rollout: the first half of its steps is skipped. The others get `otherwise`."""
+
+    def __init__(self, first: int, otherwise: float | None) -> None:
+        self.first, self.otherwise = first, otherwise
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Rollout, batch_idx: int) -> None:
+        if pl_module.policy_version % 2 == self.first:
+            batch.weights = torch.ones_like(batch.rewards)
+            batch.weights[:8] = 0
+        elif self.otherwise is not None:
+            batch.weights = torch.full_like(batch.rewards, self.otherwise)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        (PPG, {"num_policy_iterations": 2, "num_aux_epochs": 1}),
+        (OffPolicyPPG, {"num_policy_iterations": 2, "num_aux_epochs": 1, "batch_size": 16}),
+        (CLEAR, {}),
+        (CriticPretraining, {"replay_ratio": 1.0}),
+    ],
+)
+def test_stored_rollouts_without_step_weights_count_like_rollouts_of_weight_1(algorithm, options, first):
+    trained = []
+    for otherwise in (None, 1.0):
+        data = make_data(rollouts_per_epoch=4)
+        torch.manual_seed(0)
+        model = algorithm(data.observation_space, data.action_space, policy={"hidden_sizes": (8,)}, **options)
+        make_trainer(precision="64-true", callbacks=[Weighing(first, otherwise)]).fit(model, data)
+        trained.append(parameters_of(model))
+    for name, expected in trained[1].items():
+        torch.testing.assert_close(trained[0][name], expected, rtol=1e-9, atol=1e-12)
 
 
 # -- unrolls

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gymnasium import spaces
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
@@ -400,6 +401,18 @@ def test_weight_penalty_changes_only_its_part(part):
             torch.testing.assert_close(weight.grad, 0.6 * weight.data)
         else:
             assert weight.grad is None
+
+
+def test_biases_and_tables_are_not_penalized():
+    memory, space = {"kind": "gtrxl", "hidden_size": 8}, spaces.MultiDiscrete([2, 3])
+    policy = {"hidden_sizes": (8,), "memory": memory, "action_distribution": "autoregressive"}
+    model = PPO(VECTOR, space, policy=policy)
+    names = {id(parameter): name for name, parameter in model.policy.named_parameters()}
+    penalized = {names[id(weight)] for weights in weights_by_part(model.policy).values() for weight in weights}
+    others = [name for name in names.values() if name not in penalized]
+    assert not [name for name in penalized if name.endswith("bias")]
+    assert {"action_head.tables.0", "actor_core.cell.layers.0.distance_bias"} <= {*others}
+    assert {"action_head.hidden.0.weight", "actor_core.cell.layers.0.query.weight"} <= penalized
 
 
 @pytest.mark.parametrize("separate", [False, True])
