@@ -24,6 +24,22 @@ def parameters_of(cls: type) -> Iterator[inspect.Parameter]:
             yield from inspect.signature(base).parameters.values()
 
 
+def arguments_of_constructors(instance: object) -> dict[str, Any]:
+    """Return the arguments of the running constructors of an instance; the most derived class decides.
+
+    Unlike Lightning's `save_hyperparameters`, this also finds options that a subclass passes to its base class itself
+    when the command line makes the instance.
+    """
+    found: dict[str, Any] = {}
+    frame = inspect.currentframe()
+    while frame is not None:
+        names, _, keywords, values = inspect.getargvalues(frame)
+        if frame.f_code.co_name == "__init__" and names and values[names[0]] is instance:
+            found |= {name: values[name] for name in names[1:]} | (values[keywords] if keywords else {})
+        frame = frame.f_back
+    return found
+
+
 def defaults_of(cls: type) -> dict[str, Any]:
     """Return the default of every parameter of a class's constructor and of its bases' constructors.
 

@@ -23,7 +23,10 @@ from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_number, check_positive_int
 
 # Members of PPO that its loss uses.
-READ_BY_LOSS = ("actor_critic", "add_policy_terms", "clip_fraction", "clip_ranges", "new_loss", "descend")
+READ_BY_LOSS = (
+    *("actor_critic", "add_policy_terms", "surrogate_loss", "clip_fraction", "clip_ranges"),
+    *("new_loss", "descend"),
+)
 
 
 class PPO(OnPolicyAlgorithm):
@@ -137,7 +140,10 @@ class PPO(OnPolicyAlgorithm):
         return loss
 
     def add_policy_terms(self, loss: Loss, distribution: Distribution) -> None:
-        """Add the surrogate loss (equation 7) and the entropy bonus; override it to add further terms."""
+        """Add surrogate loss and entropy bonus, log KL divergence and clipping, and stop the updates at `target_kl`.
+
+        An override adds further terms after `super().add_policy_terms(loss, distribution)`.
+        """
         batch, (low, high) = loss.batch, self.clip_ranges
         log_probs = distribution.log_prob(batch.actions)
         log_ratios = loss.log_ratios(log_probs)
@@ -145,7 +151,7 @@ class PPO(OnPolicyAlgorithm):
         if self.log_prob_clip is not None:
             bounded = log_probs.clamp(-self.log_prob_clip, self.log_prob_clip) - batch.log_probs
         advantages = self.estimator.normalized(batch)
-        loss.add("policy_loss", rl.dual_clipped_surrogate_loss(bounded, advantages, low, high, self.dual_clip))
+        loss.add("policy_loss", self.surrogate_loss(bounded, advantages))
         loss.add_entropy(distribution.entropies(), self.entropy_coef)
         loss.observe(
             approx_kl=rl.approx_kl_k3(log_ratios.detach()),
@@ -154,6 +160,10 @@ class PPO(OnPolicyAlgorithm):
         )
         if self.target_kl is not None:
             loss.stop_above("approx_kl", 1.5 * self.target_kl)
+
+    def surrogate_loss(self, log_ratios: Tensor, advantages: Tensor) -> Tensor:
+        """Return the clipped surrogate loss of each row (equation 7), `[N]`; override it for another surrogate."""
+        return rl.dual_clipped_surrogate_loss(log_ratios, advantages, *self.clip_ranges, self.dual_clip)
 
     def clip_fraction(self, batch: Batch, is_clipped: Tensor) -> Tensor:
         """Return the share of a minibatch's rows whose importance ratio is clipped: `is_clipped`, `[N]`, is 1."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -17,6 +18,8 @@ from lightning_rl.options import changed, default_groups, parameters_of
 from lightning_rl.training.normalizers import reward_scale
 from lightning_rl.training.parameter_groups import PARTS, Part, part_of
 from lightning_rl.validation import ConfigurationError, check, constructor_options, import_class, loading
+
+_GIVEN_TWICE = re.compile(r"got multiple values for keyword argument '(\w+)'")
 
 
 def load_algorithm(
@@ -50,12 +53,24 @@ def load_algorithm(
             name: changed(name, changed(name, groups[name], stored[name]), value) if name in groups else value
             for name, value in given.items()
         }
-        module = algorithm(**options | changes)
+        module = _made(algorithm, options | changes)
         module.configure_model()
     module.on_load_checkpoint(checkpoint)
     state = checkpoint["state_dict"]
     module.load_state_dict(state, strict=module.strict_loading if strict is None else strict)
     return module.to(next((x.device for x in state.values()), torch.device("cpu")))
+
+
+def _made(algorithm: type[Any], options: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Return an algorithm with stored options; those that its class passes to a base class itself are left out."""
+    while True:
+        try:
+            return algorithm(**options)
+        except TypeError as error:
+            fixed = _GIVEN_TWICE.search(str(error))
+            if fixed is None or fixed[1] not in options:
+                raise
+            options = {name: value for name, value in options.items() if name != fixed[1]}
 
 
 def _nearest_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:

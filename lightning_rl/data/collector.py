@@ -130,7 +130,7 @@ class Collector:
         A failure, or an observation or reward that is not finite, raises an `EnvironmentFailure`.
         """
         begun = time.perf_counter()
-        infos: dict[str, list[float]] = {key: [] for key in self.info_keys}
+        infos: dict[str, list[Tensor]] = {key: [] for key in self.info_keys}
         info_names: set[str] = set()
         frames: list[int] = []
         repeats: list[Tensor] = []
@@ -151,15 +151,17 @@ class Collector:
                 if step.repeats is not None:
                     repeats.append(torch.from_numpy(step.repeats))
                 for key in infos:
-                    infos[key] += self.environments.info_values(step, key)
+                    infos[key].append(self.environments.info_values(step, key))
                 if infos and step.final_observations:  # many keys are only there when an episode ends
                     info_names.update(step.infos.get("final_info", step.infos))
         evaluated = time.perf_counter()
         rollout = profiled(profile, POLICY, self._make_rollout)(policy)
         self._seconds["policy"] += time.perf_counter() - evaluated
         rollout.policy_version = policy_version
-        rollout.repeats = torch.stack(repeats).to(self.generator.device) if repeats else None
-        rollout.infos = infos
+        device = self.generator.device
+        rollout.repeats = torch.stack(repeats).to(device) if repeats else None
+        if infos:
+            rollout.infos = {key: torch.stack(x).to(device, exact_dtype(device)) for key, x in infos.items()}
         rollout.info_names = sorted((info_names or step.infos) if infos else ())
         rollout.frames = sum(frames) if frames else None
         rollout.seconds = time.perf_counter() - begun

@@ -334,6 +334,10 @@ class RolloutDataModule(LightningDataModule):
 
     # ------------------------------------------------------------------------------------------------------- collection
 
+    def __str__(self) -> str:
+        sizes = f"num_envs={self.num_envs}, rollout_length={self.rollout_length}"
+        return f"{type(self).__name__}({self.spec.env_id!r}, {sizes}, backend={self.spec.backend!r})"
+
     def collect(self) -> Rollout:
         """Collect a rollout with the current policy, or receive one from an asynchronous actor."""
         with self._rank_named():
@@ -408,7 +412,7 @@ class RolloutDataModule(LightningDataModule):
         """Warn once about `info_keys` that were in no info until an episode or the first epoch ended."""
         if not self._missing_infos:
             return
-        self._missing_infos -= {key for key, values in rollout.infos.items() if values}
+        self._missing_infos -= {key for key, values in (rollout.infos or {}).items() if not values.isnan().all()}
         self._rollouts += 1
         if rollout.episodes.returns or self._rollouts == self.rollouts_per_epoch:
             first = "rollout" if self._rollouts == 1 else f"{self._rollouts} rollouts"

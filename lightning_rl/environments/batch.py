@@ -441,26 +441,27 @@ class EnvironmentBatch:
         failures, self._failures = self._failures, []
         return failures
 
-    def info_values(self, step: Step, key: str) -> list[float]:
-        """Return the numbers under `info[key]` of all valid rows; other values raise a `ConfigurationError`.
+    def info_values(self, step: Step, key: str) -> torch.Tensor:
+        """Return the numbers under `info[key]`, `[B]`; NaN in rows without a number or that are not valid.
 
-        In `SAME_STEP` mode the `info` of a final step is in `final_info`, beside the `info` of the reset.
+        In `SAME_STEP` mode the `info` of a final step is in `final_info`, beside the `info` of the reset. Values that
+        are no numbers raise a `ConfigurationError`.
         """
         present = np.ones(self.num_envs, bool) if step.valid is None else step.valid
         sources = [(step.infos, present)]
         if self.mode is AutoresetMode.SAME_STEP and step.final_observations:
             ended = step.terminated | step.truncated
             sources = [(step.infos, present & ~ended), (step.infos.get("final_info", {}), ended)]
-        found: list[float] = []
+        found = torch.full((self.num_envs,), torch.nan, dtype=torch.float64)
         for infos, mask in sources:
             if key in infos:
                 values = np.asarray(infos[key])
-                for value in values[mask & np.asarray(infos.get(f"_{key}", True), bool)]:
+                for index in np.flatnonzero(mask & np.asarray(infos.get(f"_{key}", True), bool)).tolist():
                     try:
-                        found.append(float(value))
+                        found[index] = float(values[index])
                     except (TypeError, ValueError):
                         raise ConfigurationError(
-                            f"info_keys={key!r} is not valid: info[{key!r}] is {value!r}, expected a number"
+                            f"info_keys={key!r} is not valid: info[{key!r}] is {values[index]!r}, expected a number"
                         ) from None
         return found
 

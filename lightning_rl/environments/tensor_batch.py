@@ -93,14 +93,13 @@ class TensorEnvironments(EnvironmentBatch):
             shown = ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
             raise EnvironmentFailure(f"environment {shown} returned an observation or reward that is NaN or infinite")
 
-    def info_values(self, step: Step, key: str) -> list[float]:
-        """Return the numbers under `info[key]`: one, or one for each valid row."""
-        if key not in step.infos:
-            return []
-        numbers = torch.as_tensor(step.infos[key]).to("cpu", torch.float64)
-        if numbers.dim() and step.valid is not None:
-            numbers = numbers[step.valid.cpu()]
-        return numbers.flatten().tolist()
+    def info_values(self, step: Step, key: str) -> Tensor:
+        """Return the numbers under `info[key]`, `[B]` on the CPU; NaN in rows without a number or that are not valid.
+
+        A single number is that of all rows.
+        """
+        numbers = torch.as_tensor(step.infos.get(key, torch.nan)).to("cpu", torch.float64).expand(self.num_envs)
+        return numbers if step.valid is None else numbers.where(step.valid.cpu(), torch.nan)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the environment's own `state_dict()` and the observations; None if the environment has none."""

@@ -21,7 +21,7 @@ from lightning_rl.rollouts.sequences import cut
 OnTruncation = Literal["bootstrap", "terminal"]
 _FIELDS = (
     *("observations", "actions", "rewards", "terminated", "truncated", "valid", "log_probs", "values", "next_values"),
-    *("final_indices", "final_observations", "starts", "memory", "repeats", "weights"),
+    *("final_indices", "final_observations", "starts", "memory", "repeats", "weights", "infos"),
 )
 
 
@@ -61,7 +61,7 @@ class Rollout(SimpleNamespace):
         weights: Weight of each step in losses, `[T, B]`, see `OnPolicyAlgorithm.step_weights`; None: equal weights.
         policy_version: Number of updates of the policy that acted.
         episodes: Returns and lengths of the episodes that ended in this rollout.
-        infos: Numbers of each key in `info_keys` of the data module.
+        infos: Numbers under each key in `info_keys` of the data module, `[T, B]`, NaN where `info` has none; or None.
         info_names: With `info_keys`, all keys of `info` at the ends of episodes, or in the last step.
         failures: Message for each environment that was replaced; None if failures end the run.
         frames: Number of simulator steps if actions are repeated; None: one for each real step.
@@ -92,7 +92,7 @@ class Rollout(SimpleNamespace):
     weights: Tensor | None = None
     policy_version: int = 0
     episodes: EpisodeSummary = EpisodeSummary()
-    infos: Mapping[str, list[float]] = MappingProxyType({})
+    infos: dict[str, Tensor] | None = None
     info_names: Sequence[str] = ()
     failures: list[str] | None = None
     frames: int | None = None

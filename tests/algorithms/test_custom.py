@@ -1,5 +1,6 @@
 """Custom networks: an encoder by its class path, or a whole policy by `make_policy`."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl import PPO, ActorCritic, OnPolicyAlgorithm, PolicyOutput
+from lightning_rl.cli.main import main
 from lightning_rl.policies.distributions import Categorical
 from lightning_rl.training.loss import Loss
 from tests.helpers import Recorder, assert_equal_parameters, make_data, make_trainer, merged, parameters_of
@@ -24,6 +26,17 @@ class Residual(nn.Module):
     def forward(self, observations: Tensor) -> Tensor:
         x = self.first(observations).relu()
         return x + self.second(x).relu()
+
+
+class Narrow(nn.Module):
+    """Expects another number of inputs."""
+
+    def __init__(self, observation_space: spaces.Box) -> None:
+        super().__init__()
+        self.linear, self.out_features = nn.Linear(observation_space.shape[0] + 1, 8), 8
+
+    def forward(self, observations: Tensor) -> Tensor:
+        return self.linear(observations)
 
 
 class OneNetwork(nn.Module):
@@ -68,17 +81,36 @@ class FlatterPPO(PPO):
         return policy
 
 
+class FixedPPO(PPO):
+    """Passes two options to its base class itself, one of them with the base class's default."""
+
+    def __init__(self, *args: Any, slack: float = 0.2, **kwargs: Any) -> None:
+        super().__init__(*args, clip_range=None, gamma=0.99, **kwargs)
+        self.slack = slack
+
+    def surrogate_loss(self, log_ratios: Tensor, advantages: Tensor) -> Tensor:
+        """Simple policy optimization (Xie et al. 2024)."""
+        changes = log_ratios.exp() - 1
+        return advantages.abs() / (2 * self.slack) * changes**2 - (changes + 1) * advantages
+
+
 NETWORK = {"class_path": f"{__name__}.Residual", "init_args": {"width": 12}}
 
 
 @pytest.mark.parametrize(
     ("algorithm", "options"),
-    [(PPO, {"policy": {"network": NETWORK}}), (OneNetworkPPO, {}), (FlatterPPO, {"temperature": 2.0})],
+    [
+        (PPO, {"policy": {"network": NETWORK}}),
+        (OneNetworkPPO, {}),
+        (FlatterPPO, {"temperature": 2.0}),
+        (FixedPPO, {"slack": 0.3, "clip_range": None}),
+    ],
 )
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_own_network_learns_on_policy_and_loads_from_its_checkpoint(algorithm, options, precision, tmp_path):
     data, recorder = make_data(), Recorder()
-    model = algorithm(data.observation_space, data.action_space, learning_rate=3e-3, **options)
+    given = {name: value for name, value in options.items() if algorithm is not FixedPPO or name == "slack"}
+    model = algorithm(data.observation_space, data.action_space, learning_rate=3e-3, **given)
     before = parameters_of(model)
     trainer = make_trainer(limit_val_batches=1, callbacks=[recorder], precision=precision)
     trainer.fit(model, data)
@@ -87,9 +119,40 @@ def test_own_network_learns_on_policy_and_loads_from_its_checkpoint(algorithm, o
     trainer.save_checkpoint(tmp_path / "model.ckpt")
     loaded = algorithm.load_from_checkpoint(tmp_path / "model.ckpt")
     assert_equal_parameters(loaded, parameters_of(model))
-    assert merged(loaded.hparams, options) == loaded.hparams
+    assert merged(loaded.hparams, options) == loaded.hparams and loaded.options == model.options
     (validated,) = trainer.validate(loaded, data, verbose=False)
     assert validated["val/episode_return"] == trainer.callback_metrics["val/episode_return"]
+
+
+def test_another_surrogate_keeps_the_other_terms_and_the_stop():
+    """The surrogate's limit is that of the ratio: at ratio 1 + slack its gradient with respect to the ratio is 0."""
+    data, recorder = make_data(rollouts_per_epoch=1), Recorder()
+    model = FixedPPO(data.observation_space, data.action_space, slack=0.5, target_kl=1e-9, learning_rate=1e-2)
+    log_ratios = torch.tensor([1.5, 0.5, 1.0]).log().requires_grad_()
+    rows = model.surrogate_loss(log_ratios, torch.tensor([2.0, -2.0, 3.0]))
+    torch.testing.assert_close(rows, torch.tensor([-2.5, 1.5, -3.0]))
+    (gradient,) = torch.autograd.grad(rows.sum(), log_ratios)
+    torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, -3.0]), atol=1e-6, rtol=0)
+    trainer = make_trainer(callbacks=[recorder])
+    trainer.fit(model, data)
+    assert {"policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"} <= recorder.rows[0].keys()
+    assert 0 < trainer.global_step < model.num_epochs * model.num_minibatches
+
+
+def test_options_that_a_subclass_fixes_are_not_options_of_the_command_line(in_tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-rl"])
+    arguments = ["--data.num_envs=2", "--data.rollout_length=16", "--max_env_steps=64", "--trainer.accelerator=cpu"]
+    arguments += ["--trainer.enable_model_summary=false", "--data.evaluation.episodes=1"]
+    model = main(["fit", f"--model={__name__}.FixedPPO", "--data.env_id=CartPole-v1", *arguments]).model
+    assert (model.clip_range, model.options["clip_range"], model.slack) == (None, None, 0.2)
+    (path,) = in_tmp_path.glob("runs/**/last.ckpt")
+    assert FixedPPO.load_from_checkpoint(path).options == model.options
+
+
+def test_error_of_an_own_encoder_is_shown():
+    space = make_data().observation_space
+    with pytest.warns(UserWarning, match=r"^policy.network: .*Narrow failed on 2 observations of Box.*: mat1 and mat2"):
+        PPO(space, spaces.Discrete(2), policy={"network": {"class_path": f"{__name__}.Narrow"}})
 
 
 def test_own_encoder_is_used_by_actor_and_critic():

@@ -105,22 +105,27 @@ def test_episode_lengths_count_only_real_steps():
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("backend", ["sync", "async"])
 def test_infos_are_collected_from_steps_but_not_from_resets(backend, mode):
-    """`level` is reported with every step and reset, `score` with the last step of an episode only."""
+    """`level` counts episodes and steps in all steps and resets; only the last step of an episode has `score`."""
     environments = make_batch("Probe/Counter-v0", 2, mode=mode, backend=backend, lengths=(2, 1))
     keys = ("level", "score", "only_reset", "absent")
     bogus = 2 if mode is AutoresetMode.NEXT_STEP else 0
     rollout = make_collector(environments, 4 + bogus, info_keys=keys).collect(Told())
     environments.close()
     assert rollout.num_steps == 8
-    assert sorted(rollout.infos["level"]) == [1, 1, 2, 2, 11, 11, 21, 21]
-    assert sorted(rollout.infos["score"]) == [1, 1, 2, 2]
-    assert rollout.infos["only_reset"] == rollout.infos["absent"] == []
+    levels, scores, *others = (rollout.infos[key] for key in keys)
+    assert sorted(levels[~levels.isnan()].tolist()) == [1, 1, 2, 2, 11, 11, 21, 21]
+    # Each number is at its step and environment: the reward is 100 times the episode plus the step.
+    episodes, steps = rollout.rewards.double() // 100, rollout.rewards.double() % 100
+    valid = torch.ones_like(rollout.dones) if rollout.valid is None else rollout.valid
+    for found, expected, rows in ((levels, 10 * episodes + steps, valid), (scores, steps, rollout.dones)):
+        torch.testing.assert_close(found, expected.masked_fill(~rows, torch.nan), equal_nan=True)
+    assert all(other.isnan().all() and other.shape == rollout.shape for other in others)
 
 
 def test_infos_of_vectorized_environments_are_collected():
     environments = make_batch("CartPole-v1", 3, backend="envpool")
     rollout = make_collector(environments, 4, info_keys=("elapsed_step",)).collect(Told())
-    assert sorted(rollout.infos["elapsed_step"]) == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+    assert rollout.infos["elapsed_step"].tolist() == [[1.0] * 3, [2.0] * 3, [3.0] * 3, [4.0] * 3]
 
 
 def test_infos_must_be_numbers():

@@ -204,7 +204,7 @@ def test_failure_in_the_first_step_of_an_episode_keeps_the_end_of_the_last_episo
 
 def test_info_of_a_failed_step_is_not_reported(failing):
     rollout = make_collector(failing("nan observation"), 12, info_keys=("level",)).collect(policy())
-    assert len(rollout.infos["level"]) == 47
+    assert (~rollout.infos["level"].isnan()).sum() == 47
 
 
 @pytest.mark.parametrize(("backend", "how"), [("sync", "raise"), ("async", "kill")])

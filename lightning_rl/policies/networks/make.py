@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from gymnasium import spaces
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor, nn
 
 from lightning_rl.nested import space_leaves
@@ -116,7 +117,8 @@ def _custom_encoder(field: str, space: spaces.Space[Any], network: str | ClassSp
         # The check must not change the random numbers of the run.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             features = copy.deepcopy(encoder)(sampled_observations(space, dtype, num_rows=2))
-    except Exception:  # the encoder may need another device; a real error comes back in the first rollout
+    except Exception as error:  # the encoder may need another device
+        rank_zero_warn(f"{field}: {name} failed on 2 observations of {space}: {error}")
         return encoder
     found = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
     if found != [2, encoder.out_features]:
