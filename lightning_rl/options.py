@@ -25,11 +25,9 @@ def parameters_of(cls: type) -> Iterator[inspect.Parameter]:
 
 
 def arguments_of_constructors(instance: object) -> dict[str, Any]:
-    """Return the arguments of the running constructors of an instance; the most derived class decides.
-
-    Unlike Lightning's `save_hyperparameters`, this also finds options that a subclass passes to its base class itself
-    when the command line makes the instance.
-    """
+    """Return the arguments of the running constructors of an instance; the most derived class decides."""
+    # Lightning's `save_hyperparameters` would leave out what a subclass passes to its base class itself, if the command
+    # line makes the instance.
     found: dict[str, Any] = {}
     frame = inspect.currentframe()
     while frame is not None:

@@ -19,7 +19,7 @@ from lightning_rl import fast
 from lightning_rl.checkpointing.failed_update import skip_or_raise
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint, restore_this_rank, run_state
 from lightning_rl.checkpointing.interruption import InterruptionGuard
-from lightning_rl.checkpointing.loading import WarmStart, load_algorithm, warm_start
+from lightning_rl.checkpointing.loading import WarmStart, from_checkpoint, warm_start
 from lightning_rl.checkpointing.resuming import take_over
 from lightning_rl.distributed import world_size
 from lightning_rl.nested import Nested
@@ -717,7 +717,7 @@ class OnPolicyAlgorithm(LightningModule):
                 not trusted, cannot be imported or is not what its field expects.
         """
         check(hparams_file is None, "hparams_file", hparams_file, "None; the checkpoint has all options")
-        loaded: Self = load_algorithm(cls, checkpoint_path, map_location, strict, weights_only, trust, kwargs)
+        loaded: Self = from_checkpoint(cls, checkpoint_path, map_location, strict, weights_only, trust, kwargs)
         return loaded
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ def read_checkpoint(path: str | Path, field: str | None = None, mapped: bool = F
 def check_format(checkpoint: dict[str, Any], named: str = "the checkpoint") -> None:
     """Raise a `ConfigurationError` unless this package wrote a checkpoint, in the format that it reads."""
     if not isinstance(checkpoint, dict) or CHECKPOINT_KEY not in checkpoint:
-        raise ConfigurationError(f"{named} was not written by lightning_rl: expected a checkpoint that was")
+        raise ConfigurationError(f"{named} was not written by lightning_rl: expected one of its checkpoints")
     state = checkpoint[CHECKPOINT_KEY]
     if state["format"] != FORMAT:
         raise ConfigurationError(

@@ -22,7 +22,7 @@ from lightning_rl.validation import ConfigurationError, check, constructor_optio
 _GIVEN_TWICE = re.compile(r"got multiple values for keyword argument '(\w+)'")
 
 
-def load_algorithm(
+def from_checkpoint(
     cls: type[Any],
     source: str | Path | IO[bytes],
     map_location: Any,  # noqa: ANN401 - as torch.load has it
