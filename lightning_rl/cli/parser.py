@@ -52,6 +52,8 @@ def error_message(error: BaseException) -> str | None:
     for cause in causes(error):
         if isinstance(cause, _EXPLAINED):
             return str(cause) + (_place(cause) if isinstance(cause, EnvironmentFailure) else "")
+        if isinstance(cause, ModuleNotFoundError) and cause.name is None:  # raised by a class that names its package
+            return str(cause)
     if isinstance(error, _NOT_USABLE) and error.filename is not None:
         return f"{error.strerror}: {str(error.filename)!r}"
     return None

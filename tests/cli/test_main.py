@@ -18,7 +18,7 @@ from gymnasium import spaces
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_rl import (
     PPO,
@@ -48,6 +48,13 @@ SMALL += ["--model.policy.hidden_sizes=[8]", "--trainer.enable_model_summary=fal
 
 class Own(PPO):
     """An algorithm outside of the package."""
+
+
+class Unavailable(CSVLogger):
+    """A logger whose package is not installed, as Lightning's loggers report it."""
+
+    def __init__(self) -> None:
+        raise ModuleNotFoundError("Requirement 'unavailable>=1' not met")
 
 
 @pytest.fixture(autouse=True)
@@ -752,6 +759,15 @@ def test_the_configuration_lies_in_the_folder_of_the_run_whatever_the_logger():
     cli = main(["fit", *SMALL, *logger, "--max_env_steps=32"])
     assert (cli.run_dir / "config.yaml").is_file()
     assert list(Path("elsewhere").rglob("metrics.csv")) and not list(Path("elsewhere").rglob("config.yaml"))
+
+
+def test_missing_package_of_a_logger_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", ["lightning-rl", "fit", *SMALL, "--trainer.logger=tests.cli.test_main.Unavailable"]
+    )
+    with pytest.raises(SystemExit):
+        run()
+    assert capsys.readouterr().err.splitlines()[-1] == "lightning-rl: error: Requirement 'unavailable>=1' not met"
 
 
 def test_modules_in_the_current_folder_can_be_named(monkeypatch):
