@@ -24,10 +24,9 @@ def parameters_of(cls: type) -> Iterator[inspect.Parameter]:
             yield from inspect.signature(base).parameters.values()
 
 
-def arguments_of_constructors(instance: object) -> dict[str, Any]:
-    """Return the arguments of the running constructors of an instance; the most derived class decides."""
-    # Lightning's `save_hyperparameters` would leave out what a subclass passes to its base class itself, if the command
-    # line makes the instance.
+def constructor_arguments(instance: object) -> dict[str, Any]:
+    """Return the arguments of an instance's running constructors; the most derived class has precedence."""
+    # On the command line, `save_hyperparameters` leaves out options that a subclass sets for its base class.
     found: dict[str, Any] = {}
     frame = inspect.currentframe()
     while frame is not None:

@@ -24,7 +24,7 @@ from lightning_rl.checkpointing.resuming import take_over
 from lightning_rl.distributed import world_size
 from lightning_rl.nested import Nested
 from lightning_rl.options import (
-    arguments_of_constructors,
+    constructor_arguments,
     default_groups,
     defaults_of,
     flat,
@@ -166,7 +166,7 @@ class OnPolicyAlgorithm(LightningModule):
         refuse_unknown_options(type(self), unknown)
         self.save_hyperparameters()
         groups = default_groups(type(self))
-        options = self.options = plain_options(flat(arguments_of_constructors(self), groups))
+        options = self.options = plain_options(flat(constructor_arguments(self), groups))
         self.save_hyperparameters(nested(options))
         self.take_options(
             learning_rate=learning_rate,

@@ -140,7 +140,7 @@ class PPO(OnPolicyAlgorithm):
         return loss
 
     def add_policy_terms(self, loss: Loss, distribution: Distribution) -> None:
-        """Add surrogate loss and entropy bonus, log KL divergence and clipping, and stop the updates at `target_kl`.
+        """Add surrogate loss and entropy bonus, log KL divergence and clip fraction, stop updates at `target_kl`.
 
         An override adds further terms after `super().add_policy_terms(loss, distribution)`.
         """

@@ -53,7 +53,7 @@ def from_checkpoint(
             name: changed(name, changed(name, groups[name], stored[name]), value) if name in groups else value
             for name, value in given.items()
         }
-        module = _made(algorithm, options | changes)
+        module = _construct(algorithm, options, changes)
         module.configure_model()
     module.on_load_checkpoint(checkpoint)
     state = checkpoint["state_dict"]
@@ -61,16 +61,18 @@ def from_checkpoint(
     return module.to(next((x.device for x in state.values()), torch.device("cpu")))
 
 
-def _made(algorithm: type[Any], options: dict[str, Any]) -> Any:  # noqa: ANN401
-    """Return an algorithm with stored options; those that its class passes to a base class itself are left out."""
+def _construct(algorithm: type[Any], stored: dict[str, Any], changes: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Construct an algorithm from stored options, without the options that its class sets for a base class."""
     while True:
         try:
-            return algorithm(**options)
+            return algorithm(**stored | changes)
         except TypeError as error:
-            fixed = _GIVEN_TWICE.search(str(error))
-            if fixed is None or fixed[1] not in options:
+            match = _GIVEN_TWICE.search(str(error))
+            if match is None or match[1] not in stored:
                 raise
-            options = {name: value for name, value in options.items() if name != fixed[1]}
+            fixed = match[1]
+            check(fixed not in changes, fixed, changes.get(fixed), f"no value, since {algorithm.__name__} sets it")
+            stored = {name: value for name, value in stored.items() if name != fixed}
 
 
 def _nearest_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:

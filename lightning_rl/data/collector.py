@@ -158,10 +158,8 @@ class Collector:
         rollout = profiled(profile, POLICY, self._make_rollout)(policy)
         self._seconds["policy"] += time.perf_counter() - evaluated
         rollout.policy_version = policy_version
-        device = self.generator.device
-        rollout.repeats = torch.stack(repeats).to(device) if repeats else None
-        if infos:
-            rollout.infos = {key: torch.stack(x).to(device, exact_dtype(device)) for key, x in infos.items()}
+        rollout.repeats = torch.stack(repeats).to(self.generator.device) if repeats else None
+        rollout.infos = {key: torch.stack(values) for key, values in infos.items()} or None
         rollout.info_names = sorted((info_names or step.infos) if infos else ())
         rollout.frames = sum(frames) if frames else None
         rollout.seconds = time.perf_counter() - begun

@@ -442,10 +442,10 @@ class EnvironmentBatch:
         return failures
 
     def info_values(self, step: Step, key: str) -> torch.Tensor:
-        """Return the numbers under `info[key]`, `[B]`; NaN in rows without a number or that are not valid.
+        """Return the numbers under `info[key]`, `[B]`; NaN in rows that have no number or are not valid.
 
-        In `SAME_STEP` mode the `info` of a final step is in `final_info`, beside the `info` of the reset. Values that
-        are no numbers raise a `ConfigurationError`.
+        In `SAME_STEP` mode the `info` of a final step is in `final_info`, beside the `info` of the reset. Other values
+        raise a `ConfigurationError`.
         """
         present = np.ones(self.num_envs, bool) if step.valid is None else step.valid
         sources = [(step.infos, present)]

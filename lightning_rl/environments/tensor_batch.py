@@ -94,11 +94,14 @@ class TensorEnvironments(EnvironmentBatch):
             raise EnvironmentFailure(f"environment {shown} returned an observation or reward that is NaN or infinite")
 
     def info_values(self, step: Step, key: str) -> Tensor:
-        """Return the numbers under `info[key]`, `[B]` on the CPU; NaN in rows without a number or that are not valid.
+        """Return the numbers under `info[key]`, `[B]`; NaN if `info` has no `key` or a row is not valid.
 
-        A single number is that of all rows.
+        A single number applies to all rows; other shapes raise a `ConfigurationError`.
         """
-        numbers = torch.as_tensor(step.infos.get(key, torch.nan)).to("cpu", torch.float64).expand(self.num_envs)
+        numbers = torch.as_tensor(step.infos.get(key, torch.nan)).to("cpu", torch.float64, copy=True).flatten()
+        expected = f"one number or {self.num_envs} in info[{key!r}], got {len(numbers)}"
+        check(len(numbers) in (1, self.num_envs), "info_keys", key, expected)
+        numbers = numbers.expand(self.num_envs)
         return numbers if step.valid is None else numbers.where(step.valid.cpu(), torch.nan)
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -102,8 +102,8 @@ def num_bytes(x: Nested) -> int:
     return sum(int(leaf.nbytes) for leaf in leaves(x))
 
 
-def weighted_alike(parts: Sequence[Fields]) -> list[Fields]:
-    """Return the fields of equally long rollouts or unrolls; if some have `weights`, those of the others are 1."""
+def add_missing_weights(parts: Sequence[Fields]) -> list[Fields]:
+    """Return the fields of rollouts or unrolls of one shape; if some have `weights`, add ones to the others."""
     known = [fields["weights"] for fields in parts if "weights" in fields]
     return [{"weights": torch.ones_like(known[0]), **fields} for fields in parts] if known else [*parts]
 
@@ -142,7 +142,7 @@ class UseLimitedBuffer(Replay):
     def append(self, fields: Fields) -> None:
         """Copy rows `[N, ...]` into the buffer; if there are more than `size`, the last ones.
 
-        If only some of the rows have `weights`, those of the others are 1.
+        Rows without `weights` get weight 1 if other rows have `weights`.
         """
         num_rows = len(first_leaf(fields))
         if self._fields is None:
@@ -325,7 +325,7 @@ class RolloutMemory(Replay):
 
     def gather(self, addresses: Tensor, only: str | None = None) -> Fields:
         """Return copies of steps, each field of shape `[*addresses.shape, ...]`; with `only`, at most that field."""
-        every = weighted_alike([kept.fields for kept in self._kept])
+        every = add_missing_weights([kept.fields for kept in self._kept])
         wanted = [{n: x for n, x in fields.items() if only in (None, n)} for fields in every]
         if not wanted or not wanted[0]:
             return {}
@@ -483,7 +483,7 @@ def _columns(rollout: Rollout, per_step: Fields) -> list[Fields]:
 
 
 def _together(columns: Sequence[Fields]) -> tuple[Rollout, Fields]:
-    by_time = weighted_alike([{n: x for n, x in column.items() if n not in _OTHERS} for column in columns])
+    by_time = add_missing_weights([{n: x for n, x in column.items() if n not in _OTHERS} for column in columns])
     fields = map_stacked(lambda xs: torch.stack(xs, 1), by_time)
     per_step: Fields = fields.pop("per_step")
     steps = torch.cat([column["final_steps"] for column in columns])

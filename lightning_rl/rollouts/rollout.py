@@ -61,7 +61,8 @@ class Rollout(SimpleNamespace):
         weights: Weight of each step in losses, `[T, B]`, see `OnPolicyAlgorithm.step_weights`; None: equal weights.
         policy_version: Number of updates of the policy that acted.
         episodes: Returns and lengths of the episodes that ended in this rollout.
-        infos: Numbers under each key in `info_keys` of the data module, `[T, B]`, NaN where `info` has none; or None.
+        infos: Numbers under each key in `info_keys` of the data module, float64 `[T, B]` on the CPU, NaN where `info`
+            has no number; None without `info_keys`.
         info_names: With `info_keys`, all keys of `info` at the ends of episodes, or in the last step.
         failures: Message for each environment that was replaced; None if failures end the run.
         frames: Number of simulator steps if actions are repeated; None: one for each real step.
@@ -121,13 +122,13 @@ class Rollout(SimpleNamespace):
     def to(self, device: torch.device | str) -> Rollout:
         """Move the tensors to `device`, in place, and return the rollout.
 
-        `starts` stays on the CPU, where sequences are cut. `final_indices` and `final_observations` are not moved to
-        XLA, which would compile for each number of truncated steps.
+        `starts` stays on the CPU, where sequences are cut, and `infos` too. `final_indices` and `final_observations`
+        are not moved to XLA, which would compile for each number of truncated steps.
         """
         if self.rewards.device == torch.device(device):
             return self
         is_xla = torch.device(device).type == "xla"
-        stay = {"starts", "final_indices", "final_observations"} if is_xla else {"starts"}
+        stay = {"starts", "infos"} | ({"final_indices", "final_observations"} if is_xla else set())
         for name, value in self.tensors().items():
             if name not in stay:
                 setattr(self, name, map_leaves(lambda x: x.to(device, non_blocking=True), value))

@@ -130,8 +130,7 @@ class RolloutMetrics(LogWindow):
         """Add a rollout with the means of its updates; log the window after every `log_every_n_steps` rollouts."""
         clock, interval = model.clock, model.trainer.log_every_n_steps
         scalars = {f"{self.prefix}/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
-        infos = {key: values.cpu() for key, values in (rollout.infos or {}).items()}
-        scalars |= {f"rollout/{key}": values[~values.isnan()].tolist() for key, values in infos.items()}
+        scalars |= {f"rollout/{key}": x[~x.isnan()].tolist() for key, x in (rollout.infos or {}).items()}
         scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
         scalars |= {f"time/{part}_seconds": [spent] for part, spent in rollout.parts_of_seconds.items()}
         # The version includes the update from this rollout.

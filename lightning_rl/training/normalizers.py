@@ -174,7 +174,7 @@ class RewardNormalizer(nn.Module):
                 rollout has all environments.
             starts: Which environments start an episode with the rollout, `[B]`; in a resumed run this may include
                 environments whose last episode did not end. None: only environments whose last episode ended.
-            repeats: Number of times that gamma discounts after each step, as in `Rollout`. None: once.
+            repeats: Repeats of each action, as in `Rollout`; gamma discounts once per repeat. None: one repeat.
         """
         num_envs, start, known = rewards.shape[1], first or 0, self.discounted_return
         size = num_envs if first is None else max(start + num_envs, len(known))

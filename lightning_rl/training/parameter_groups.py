@@ -131,7 +131,7 @@ def weights_by_part(policy: nn.Module) -> dict[str, list[Tensor]]:
     shared = tuple(actors for actors, critics in pairs if getattr(policy, critics, None) is None)
     parts: dict[str, list[Tensor]] = {"policy": [], "value": [], "shared": []}
     for name, module in policy.named_modules():
-        if isinstance(module, nn.Embedding | nn.ParameterList):  # the lists are tables of choices
+        if isinstance(module, nn.Embedding) or name.endswith(".tables"):  # the latter are of the autoregressive head
             continue
         for parameter_name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() < 2 or parameter_name.endswith("bias"):

@@ -12,6 +12,7 @@ from lightning_rl import PPO, ActorCritic, OnPolicyAlgorithm, PolicyOutput
 from lightning_rl.cli.main import main
 from lightning_rl.policies.distributions import Categorical
 from lightning_rl.training.loss import Loss
+from lightning_rl.validation import ConfigurationError
 from tests.helpers import Recorder, assert_equal_parameters, make_data, make_trainer, merged, parameters_of
 
 
@@ -29,7 +30,7 @@ class Residual(nn.Module):
 
 
 class Narrow(nn.Module):
-    """Expects another number of inputs."""
+    """Expects one input too many."""
 
     def __init__(self, observation_space: spaces.Box) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class FlatterPPO(PPO):
 
 
 class FixedPPO(PPO):
-    """Passes two options to its base class itself, one of them with the base class's default."""
+    """Fixes two options of PPO: `clip_range`, and `gamma` at its default."""
 
     def __init__(self, *args: Any, slack: float = 0.2, **kwargs: Any) -> None:
         super().__init__(*args, clip_range=None, gamma=0.99, **kwargs)
@@ -124,8 +125,8 @@ def test_own_network_learns_on_policy_and_loads_from_its_checkpoint(algorithm, o
     assert validated["val/episode_return"] == trainer.callback_metrics["val/episode_return"]
 
 
-def test_another_surrogate_keeps_the_other_terms_and_the_stop():
-    """The surrogate's limit is that of the ratio: at ratio 1 + slack its gradient with respect to the ratio is 0."""
+def test_custom_surrogate_loss_keeps_other_terms_and_target_kl():
+    """The gradient is 0 at ratio 1 + slack for positive advantages, at 1 - slack for negative ones."""
     data, recorder = make_data(rollouts_per_epoch=1), Recorder()
     model = FixedPPO(data.observation_space, data.action_space, slack=0.5, target_kl=1e-9, learning_rate=1e-2)
     log_ratios = torch.tensor([1.5, 0.5, 1.0]).log().requires_grad_()
@@ -139,7 +140,7 @@ def test_another_surrogate_keeps_the_other_terms_and_the_stop():
     assert 0 < trainer.global_step < model.num_epochs * model.num_minibatches
 
 
-def test_options_that_a_subclass_fixes_are_not_options_of_the_command_line(in_tmp_path, monkeypatch):
+def test_options_that_a_subclass_fixes_cannot_be_set(in_tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lightning-rl"])
     arguments = ["--data.num_envs=2", "--data.rollout_length=16", "--max_env_steps=64", "--trainer.accelerator=cpu"]
     arguments += ["--trainer.enable_model_summary=false", "--data.evaluation.episodes=1"]
@@ -147,11 +148,18 @@ def test_options_that_a_subclass_fixes_are_not_options_of_the_command_line(in_tm
     assert (model.clip_range, model.options["clip_range"], model.slack) == (None, None, 0.2)
     (path,) = in_tmp_path.glob("runs/**/last.ckpt")
     assert FixedPPO.load_from_checkpoint(path).options == model.options
+    assert FixedPPO.load_from_checkpoint(path, gae_lambda=0.5).estimator.gae_lambda == 0.5
+    with pytest.raises(ConfigurationError, match=r"^clip_range=0\.3 .* expected no value, since FixedPPO sets it"):
+        FixedPPO.load_from_checkpoint(path, clip_range=0.3)
+    with pytest.raises(SystemExit):
+        main(["fit", f"--model={__name__}.FixedPPO", "--data.env_id=CartPole-v1", "--model.clip_range=0.3"])
 
 
-def test_error_of_an_own_encoder_is_shown():
+def test_error_in_a_custom_encoder_warns():
     space = make_data().observation_space
-    with pytest.warns(UserWarning, match=r"^policy.network: .*Narrow failed on 2 observations of Box.*: mat1 and mat2"):
+    with pytest.warns(
+        UserWarning, match=r"^policy.network: .*Narrow failed on 2 random observations of Box.*: mat1 and mat2"
+    ):
         PPO(space, spaces.Discrete(2), policy={"network": {"class_path": f"{__name__}.Narrow"}})
 
 

@@ -105,7 +105,7 @@ def test_episode_lengths_count_only_real_steps():
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("backend", ["sync", "async"])
 def test_infos_are_collected_from_steps_but_not_from_resets(backend, mode):
-    """`level` counts episodes and steps in all steps and resets; only the last step of an episode has `score`."""
+    """Every step and reset has `level`; only the last step of an episode has `score`."""
     environments = make_batch("Probe/Counter-v0", 2, mode=mode, backend=backend, lengths=(2, 1))
     keys = ("level", "score", "only_reset", "absent")
     bogus = 2 if mode is AutoresetMode.NEXT_STEP else 0
@@ -114,7 +114,7 @@ def test_infos_are_collected_from_steps_but_not_from_resets(backend, mode):
     assert rollout.num_steps == 8
     levels, scores, *others = (rollout.infos[key] for key in keys)
     assert sorted(levels[~levels.isnan()].tolist()) == [1, 1, 2, 2, 11, 11, 21, 21]
-    # Each number is at its step and environment: the reward is 100 times the episode plus the step.
+    # Each value belongs to its step and environment: the reward is 100 times the episode plus the step.
     episodes, steps = rollout.rewards.double() // 100, rollout.rewards.double() % 100
     valid = torch.ones_like(rollout.dones) if rollout.valid is None else rollout.valid
     for found, expected, rows in ((levels, 10 * episodes + steps, valid), (scores, steps, rollout.dones)):

@@ -103,7 +103,7 @@ class Reusing(Reach):
 
     def step(self, actions: Tensor):
         if not hasattr(self, "rewards"):
-            self.rewards, self.place = torch.zeros(self.num_envs), torch.zeros(self.num_envs)
+            self.rewards, self.place = torch.zeros(self.num_envs), torch.zeros(self.num_envs).double()
             self.flags = torch.zeros(2, self.num_envs, dtype=torch.bool)
         observations, rewards, *flags, infos = super().step(actions)
         self.rewards.copy_(rewards)
@@ -129,6 +129,15 @@ def test_rollouts_are_copies_of_tensors_that_environments_reuse(mode):
     first, other = rollouts
     assert torch.equal(first.rewards, other.rewards) and torch.equal(first.dones, other.dones)
     assert len(set(other.infos["place"].flatten().tolist())) > 20
+
+
+def test_infos_of_tensor_environments_have_one_number_or_one_for_each():
+    environments = TensorEnvironments(Reach(3), 5)
+    step = environments.step(torch.zeros(environments.single_action_space.shape).expand(3, -1))
+    for value, expected in ((2, [2.0] * 3), (torch.tensor([[1], [2], [3]]), [1.0, 2.0, 3.0])):
+        assert environments.info_values(step._replace(infos={"level": value}), "level").tolist() == expected
+    with pytest.raises(ConfigurationError, match=r"one number or 3 in info\['level'\], got 2"):
+        environments.info_values(step._replace(infos={"level": torch.zeros(2)}), "level")
 
 
 def test_stepping_does_not_convert_to_arrays(monkeypatch):

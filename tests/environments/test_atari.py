@@ -360,7 +360,7 @@ def test_rewards_are_clipped_on_vectorized_backends(backend):
     assert {float(environments.step(np.array([2])).rewards[0]) for _ in range(100)} == {0.0, 1.0}
 
 
-def reported(environments: EnvironmentBatch, step: Step, key: str) -> list[float]:
+def reported_values(environments: EnvironmentBatch, step: Step, key: str) -> list[float]:
     values = environments.info_values(step, key)
     return values[~values.isnan()].tolist()
 
@@ -377,7 +377,7 @@ def test_every_backend_reports_scores_and_lengths_of_whole_games(backend):
         valid = np.ones(2, bool) if step.valid is None else step.valid
         rewards, lengths = rewards + valid * step.rewards, lengths + valid
         lives += step.terminated
-        found = [reported(environments, step, key) for key in ("game_return", "game_length")]
+        found = [reported_values(environments, step, key) for key in ("game_return", "game_length")]
         over = lives == 3
         # In Gymnasium's preprocessing the no-ops after lost lives are steps.
         between = 2 if backend == "sync" else 0
@@ -395,8 +395,8 @@ def test_game_score_is_reported_at_a_time_limit(backend):
     scores, lengths = [], []
     for _ in range(85):
         step = environments.step(np.array([2]))
-        scores += reported(environments, step, "game_return")
-        lengths += reported(environments, step, "game_length")
+        scores += reported_values(environments, step, "game_return")
+        lengths += reported_values(environments, step, "game_length")
     assert len(lengths) == 2 and lengths[0] == lengths[1] <= 40
     assert all(score % 50 == 0 for score in scores)
 

@@ -140,7 +140,7 @@ def test_half_precision_observations_are_normalized_in_float32(dtype):
 def slow_discounted_returns(
     rewards: np.ndarray, ends: np.ndarray, gamma: float, repeats: np.ndarray | None = None
 ) -> np.ndarray:
-    """OpenAI Baselines' VecNormalize, one environment and step at a time; gamma discounts `repeats` times per step."""
+    """OpenAI Baselines' VecNormalize, one environment and step at a time; a step discounts by gamma ** `repeats`."""
     returns = np.zeros_like(rewards)
     for b in range(rewards.shape[1]):
         running = 0.0
@@ -179,7 +179,7 @@ def test_reward_normalizer_discounts_once_per_repeat():
 
 
 @pytest.mark.parametrize("algorithm", [PPO, RND])
-def test_rewards_of_learned_action_repeats_are_normalized_with_their_discounts(algorithm):
+def test_reward_normalization_discounts_learned_action_repeats(algorithm):
     """With a discount factor of 0.5 the variances with and without repeats differ by a third."""
     given: list[tuple[Tensor, ...]] = []
     data = make_data(rollouts_per_epoch=1, env={"learned_action_repeat": 4})

@@ -334,8 +334,8 @@ def test_rows_without_step_weights_count_like_rows_of_weight_1(weights):
     assert buffer.gather(torch.arange(3)).get("weights", torch.ones(3)).tolist() == [first] * 3
 
 
-class Weighing(Callback):
-    """Gives weights to every second rollout: the first half of its steps is skipped. The others get `otherwise`."""
+class SetWeights(Callback):
+    """Sets weights of every second rollout, 0 in its first half; other rollouts get the weight `otherwise`."""
 
     def __init__(self, first: int, otherwise: float | None) -> None:
         self.first, self.otherwise = first, otherwise
@@ -364,7 +364,7 @@ def test_stored_rollouts_without_step_weights_count_like_rollouts_of_weight_1(al
         data = make_data(rollouts_per_epoch=4)
         torch.manual_seed(0)
         model = algorithm(data.observation_space, data.action_space, policy={"hidden_sizes": (8,)}, **options)
-        make_trainer(precision="64-true", callbacks=[Weighing(first, otherwise)]).fit(model, data)
+        make_trainer(precision="64-true", callbacks=[SetWeights(first, otherwise)]).fit(model, data)
         trained.append(parameters_of(model))
     for name, expected in trained[1].items():
         torch.testing.assert_close(trained[0][name], expected, rtol=1e-9, atol=1e-12)

@@ -118,7 +118,7 @@ def _custom_encoder(field: str, space: spaces.Space[Any], network: str | ClassSp
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             features = copy.deepcopy(encoder)(sampled_observations(space, dtype, num_rows=2))
     except Exception as error:  # the encoder may need another device
-        rank_zero_warn(f"{field}: {name} failed on 2 observations of {space}: {error}")
+        rank_zero_warn(f"{field}: {name} failed on 2 random observations of {space}: {error}")
         return encoder
     found = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
     if found != [2, encoder.out_features]:
