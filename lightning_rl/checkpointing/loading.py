@@ -65,7 +65,7 @@ def _construct(algorithm: type[Any], stored: dict[str, Any], changes: Mapping[st
     """Construct an algorithm from stored options, without the options that its class sets for a base class."""
     while True:
         try:
-            return algorithm(**stored | changes)
+            return algorithm(**{**stored, **changes})
         except TypeError as error:
             match = _GIVEN_TWICE.search(str(error))
             if match is None or match[1] not in stored:
