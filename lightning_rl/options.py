@@ -31,7 +31,7 @@ def constructor_arguments(instance: object) -> dict[str, Any]:
     frame = inspect.currentframe()
     while frame is not None:
         names, _, keywords, values = inspect.getargvalues(frame)
-        if frame.f_code.co_name == "__init__" and names and values[names[0]] is instance:
+        if frame.f_code.co_name == "__init__" and names and values.get(names[0]) is instance:
             found |= {name: values[name] for name in names[1:]} | (values[keywords] if keywords else {})
         frame = frame.f_back
     return found
