@@ -419,6 +419,14 @@ def test_lightnings_tuner_is_refused_with_what_to_do_instead():
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("callback", [EarlyStopping, lambda monitor: ModelCheckpoint(monitor=monitor)])
+def test_callbacks_that_look_for_the_smallest_return_are_refused(callback):
+    data = make_data()
+    trainer = make_trainer(callbacks=[callback("val/episode_return")], enable_checkpointing=True)
+    with pytest.raises(ConfigurationError, match="expected 'max', since val"):
+        trainer.fit(make_model(data), data)
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -521,7 +529,7 @@ def test_checkpoint_loads_where_the_package_cannot_be_imported(algorithm, tmp_pa
     model = algorithm(data.observation_space, data.action_space, **options, **NORMALIZED)
     trainer = make_trainer(
         enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(tmp_path, monitor="val/episode_return", save_last=True)],
+        callbacks=[ModelCheckpoint(tmp_path, monitor="val/episode_return", mode="max", save_last=True)],
         limit_val_batches=1,
     )
     trainer.fit(model, data)

@@ -149,6 +149,15 @@ def refuse_automatic_optimization(trainer: Trainer) -> None:
     check(accumulated == 1, "trainer.accumulate_grad_batches", accumulated, expected)
 
 
+def check_monitors(trainer: Trainer) -> None:
+    """Check that callbacks that monitor a return look for its maximum; the default of Lightning's is the minimum."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        monitor, mode = getattr(callback, "monitor", None), getattr(callback, "mode", "max")
+        is_return = isinstance(monitor, str) and "episode_return" in monitor
+        field = f"trainer.callbacks: {type(callback).__name__}.mode"
+        check(mode == "max" or not is_return, field, mode, f"'max', since {monitor} is better the larger it is")
+
+
 _MODEL_PARALLEL = (
     "ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)"
 )
@@ -203,6 +212,7 @@ def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] |
     """Check that a Trainer can train an algorithm on rollouts of shape `(T, B)` per rank; None: unknown shape."""
     refuse_tuners(trainer)
     refuse_automatic_optimization(trainer)
+    check_monitors(trainer)
     # XLA would cast the policy of the learner, but not the copy that acts.
     on_xla = "xla" in (model.device.type, training_device(trainer).type)
     precisions = ("32-true",) if on_xla else ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
