@@ -9,12 +9,25 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_args, get_type_hints
 
 from lightning_rl.validation import ConfigurationError, check, check_type, did_you_mean
 
 Group = Any
 """An instance of a frozen dataclass."""
+T = TypeVar("T")
+if TYPE_CHECKING:
+    OrDict: TypeAlias = T | Mapping[str, Any]
+else:
+
+    class OrDict:
+        """A group, or a dict of the fields to change. At runtime the group alone, as the command line needs it.
+
+        For a union, jsonargparse would ask for a `class_path`.
+        """
+
+        def __class_getitem__(cls, group: type) -> type:
+            return group
 
 
 def parameters_of(cls: type) -> Iterator[inspect.Parameter]:

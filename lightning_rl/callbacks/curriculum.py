@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 
 from lightning_rl.callbacks.video import data_of
 from lightning_rl.distributed import gather_ranks
-from lightning_rl.options import changed
+from lightning_rl.options import OrDict, changed
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.clock import env_steps_of
 from lightning_rl.validation import PositiveInt, Range, check, check_positive_int
@@ -38,11 +38,7 @@ class CurriculumStage:
     until_env_steps: PositiveInt | None = None
 
 
-# The command line accepts a stage only as a dict of the fields of `CurriculumStage`.
-if TYPE_CHECKING:
-    Stages = Sequence[CurriculumStage | Mapping[str, Any]]
-else:
-    Stages = Sequence[CurriculumStage]
+Stages = Sequence[OrDict[CurriculumStage]]
 
 
 class Curriculum(Callback):

@@ -6,9 +6,9 @@ import copy
 import importlib.util
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
@@ -18,6 +18,7 @@ from lightning_rl.data.collector import Sampler
 from lightning_rl.environments import Backend, EnvironmentSpec
 from lightning_rl.environments.contract import ACTORS, EnvSettings, derive_seed
 from lightning_rl.nested import map_leaves
+from lightning_rl.options import OrDict
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import NonNegativeInt, PositiveFloat, PositiveInt, check, check_number, how_to_install
 
@@ -94,10 +95,7 @@ class ActorConfig:
         return self.prefetch or (2 if self.count > 1 and self.backend == "processes" else 1)
 
 
-if TYPE_CHECKING:
-    ActorOptions = ActorConfig | Mapping[str, Any]
-else:  # the command line only accepts fields of the class
-    ActorOptions = ActorConfig
+ActorOptions = OrDict[ActorConfig]
 
 
 class Actors(ABC):

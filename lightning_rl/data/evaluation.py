@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from lightning_rl.environments import (
 )
 from lightning_rl.environments.contract import MAX_RESTARTS_IN_A_ROW, derive_seed
 from lightning_rl.nested import Nested, map_leaves, map_stacked
+from lightning_rl.options import OrDict
 from lightning_rl.policies.interface import Policy, as_recurrent
 from lightning_rl.rollouts.rollout import Episode
 from lightning_rl.validation import PositiveInt
@@ -43,10 +43,7 @@ class EvaluationConfig:
     deterministic: bool = True
 
 
-if TYPE_CHECKING:
-    EvaluationOptions = EvaluationConfig | Mapping[str, Any]
-else:  # the command line only accepts fields of the class
-    EvaluationOptions = EvaluationConfig
+EvaluationOptions = OrDict[EvaluationConfig]
 
 
 @dataclass

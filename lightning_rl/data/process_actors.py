@@ -207,10 +207,7 @@ class ProcessActors(Actors):
         self._stopped.fill_(True)
         for actor in range(len(self._pipes)):
             self._request(actor, False)
-        deadline = time.monotonic() + _GRACE
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        kill(self._processes)
+        kill(self._processes, grace=_GRACE)
         for pipe in self._pipes:
             pipe.close()
         self._pipes.clear()

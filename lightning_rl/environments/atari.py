@@ -271,7 +271,7 @@ class AtariPreprocessing:
         if self.fire_on_reset and "FIRE" in env.unwrapped.get_action_meanings():  # type: ignore[attr-defined]
             env = FireOnReset(env)
         if self.clip_rewards and not evaluation:
-            env = wrappers.TransformReward(env, sign)
+            env = wrappers.TransformReward(env, lambda reward: float(np.sign(float(reward))))
         if self.frame_stack > 1 or self.grayscale:
             env = wrappers.FrameStackObservation(env, self.frame_stack)
         if not self.grayscale and self.frame_stack > 1:
@@ -326,9 +326,3 @@ def _stack_channels(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
     frames, height, width, channels = env.observation_space.shape
     space = spaces.Box(0, 255, (frames * channels, height, width), np.uint8)
     return wrappers.TransformObservation(env, lambda x: x.transpose(0, 3, 1, 2).reshape(space.shape), space)
-
-
-def sign(rewards: Any) -> Any:  # noqa: ANN401 - one number, or an array
-    """Return the signs of rewards."""
-    signs = np.sign(np.asarray(rewards, np.float64))
-    return signs if signs.ndim else float(signs)

@@ -19,7 +19,7 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
-from lightning_rl.environments.atari import AtariPreprocessing, VectorGameScore, sign
+from lightning_rl.environments.atari import AtariPreprocessing, VectorGameScore
 from lightning_rl.environments.batch import EnvironmentBatch, LocalVectorEnv, NativeCartPole
 from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, role_prefix, summary
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
@@ -287,7 +287,7 @@ def check_filmable(spec: EnvironmentSpec) -> None:
 
 
 def _clips(atari: AtariPreprocessing | None) -> RewardTransform | None:
-    return sign if atari is not None and atari.clip_rewards else None
+    return np.sign if atari is not None and atari.clip_rewards else None
 
 
 def _frames_per_step(spec: EnvironmentSpec, atari: AtariPreprocessing | None) -> int:

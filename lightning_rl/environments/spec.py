@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import gymnasium
 from gymnasium import wrappers
@@ -22,6 +22,7 @@ from lightning_rl.environments.wrappers.transforms import (
     check_reward_options,
     make_reward_transform,
 )
+from lightning_rl.options import OrDict
 from lightning_rl.validation import (
     ClassSpec,
     PositiveInt,
@@ -142,10 +143,7 @@ class EnvConfig:
             check(value == off, f"env.{name}", value, f"{expected}can be combined with it")
 
 
-if TYPE_CHECKING:
-    EnvOptions = EnvConfig | Mapping[str, Any]
-else:  # the command line takes the fields of the class only
-    EnvOptions = EnvConfig
+EnvOptions = OrDict[EnvConfig]
 
 
 @dataclass(frozen=True)

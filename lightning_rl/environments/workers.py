@@ -11,7 +11,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import itemgetter, setitem
 from typing import Any, NamedTuple
 
@@ -144,10 +144,7 @@ class WorkerPool(EnvironmentPool):
             for pipe in self.pipes:
                 with contextlib.suppress(OSError):
                     send(pipe, ("close",))
-            deadline = time.monotonic() + _GRACE
-            for process in self.processes:
-                process.join(max(0.0, deadline - time.monotonic()))
-        kill(self.processes)
+        kill(self.processes, grace=0.0 if terminate else _GRACE)
         atexit.unregister(self._at_exit)
         for pipe in self.pipes:
             pipe.close()
@@ -350,8 +347,11 @@ def signals_waiting() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def kill(processes: Iterable[Any]) -> None:
-    """Kill processes, and wait until they have ended."""
+def kill(processes: Collection[Any], grace: float = 0.0) -> None:
+    """Kill the processes that do not end by themselves within `grace` seconds, and wait until they have ended."""
+    deadline = time.monotonic() + grace
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
     alive = [process for process in processes if process.is_alive()]
     for process in alive:
         process.kill()

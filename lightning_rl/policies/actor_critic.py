@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import torch
 from gymnasium import spaces
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_rl.masks import find_masks
 from lightning_rl.nested import Nested, join, map_leaves, part_at, space_leaves, without
-from lightning_rl.options import changed
+from lightning_rl.options import OrDict, changed
 from lightning_rl.policies.distributions import Distribution, make_action_head
 from lightning_rl.policies.distributions.continuous import BetaHead
 from lightning_rl.policies.interface import PolicyOutput
@@ -67,11 +67,7 @@ class PolicyConfig:
     action_distribution: str | ClassSpec | None = None
 
 
-# Users may give a dict of the fields to change. jsonargparse must not see the union: it would ask for `class_path`.
-if TYPE_CHECKING:
-    PolicyOptions = PolicyConfig | Mapping[str, Any]
-else:
-    PolicyOptions = PolicyConfig
+PolicyOptions = OrDict[PolicyConfig]
 
 POLICY_OPTIONS = {field.name: f"policy.{field.name}" for field in fields(PolicyConfig)} | {
     "normalize_observations": "normalization.observations",

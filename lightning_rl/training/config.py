@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_rl.options import OrDict
 from lightning_rl.policies.normalization import RewardScale, ValueNormalization
 from lightning_rl.rollouts.rollout import OnTruncation
 from lightning_rl.training.parameter_groups import ParameterGroups
@@ -203,16 +203,11 @@ class DebugConfig:
     fast_paths: Literal["auto", "compiled", "none"] = "auto"
 
 
-# Users may pass a dict of fields to change. The union is hidden from jsonargparse, which would ask for `class_path`.
-if TYPE_CHECKING:
-    OptimizerOptions = OptimizerConfig | Mapping[str, Any]
-    AdvantageOptions = AdvantageConfig | Mapping[str, Any]
-    NormalizationOptions = NormalizationConfig | Mapping[str, Any]
-    DebugOptions = DebugConfig | Mapping[str, Any]
-    ClippingOptions = ClippingConfig | Mapping[str, Any]
-else:
-    OptimizerOptions, AdvantageOptions = OptimizerConfig, AdvantageConfig
-    NormalizationOptions, DebugOptions, ClippingOptions = NormalizationConfig, DebugConfig, ClippingConfig
+OptimizerOptions = OrDict[OptimizerConfig]
+AdvantageOptions = OrDict[AdvantageConfig]
+NormalizationOptions = OrDict[NormalizationConfig]
+DebugOptions = OrDict[DebugConfig]
+ClippingOptions = OrDict[ClippingConfig]
 
 OPTIONS_OF_PASSES = (
     *("optimizer.num_value_epochs", "optimizer.critic_warmup_steps", "optimizer.adaptive_learning_rate"),

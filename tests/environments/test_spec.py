@@ -12,7 +12,6 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from lightning_rl.environments import AtariPreprocessing, EnvConfig, EnvironmentSpec
-from lightning_rl.environments.atari import sign
 from lightning_rl.environments.make import make_single
 from lightning_rl.environments.registry import find_spec
 from lightning_rl.environments.wrappers.transforms import make_reward_transform
@@ -361,7 +360,7 @@ def test_previous_step_in_evaluation_is_cleared_at_each_life():
     game = whole_game((3, 3), (0, 2), (5, 2), (-2, 2), (7, 0))
     game.action_space, game.observation_space = spaces.Discrete(2), spaces.Box(0, 9, (1,))
     options = EnvConfig(previous_action=True, previous_reward=True)
-    _, seen = observed(options, game, *[1] * 4, evaluation=True, clips=sign)
+    _, seen = observed(options, game, *[1] * 4, evaluation=True, clips=np.sign)
     # The second step loses a life, and the no-op after it scores 5 points.
     assert [x["previous_reward"].tolist() for x in seen] == [[0], [1], [0], [-1], [1]]
     assert [x["previous_action"].tolist() for x in seen] == [[0, 0], [0, 1], [0, 0], [0, 1], [0, 1]]

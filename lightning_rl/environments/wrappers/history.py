@@ -17,7 +17,7 @@ from gymnasium.vector.utils import batch_space
 from lightning_rl.environments.contract import IDLE, LIFE_LOST, LOST, Array, autoreset_mode
 from lightning_rl.environments.wrappers.action_repeat import as_earned_in_training
 from lightning_rl.environments.wrappers.transforms import RewardTransform
-from lightning_rl.masks import MAX_INTEGER_CHOICES, num_choices
+from lightning_rl.masks import MAX_INTEGER_CHOICES, has_choices, num_choices
 from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths, replace_leaves
 from lightning_rl.spaces import image_layout, is_image
 from lightning_rl.validation import ConfigurationError, check
@@ -209,7 +209,7 @@ class PreviousStep(VectorHistory):
         self._reward, self._transform = reward, transform
         added: dict[str, spaces.Space[Any]] = {}
         if action:
-            added[ACTION] = _encoded_space(actions)
+            added[ACTION] = replace_leaves(_encoded_space, actions)
         if reward:
             added[REWARD] = spaces.Box(-np.inf, np.inf, (1,), np.float32)
         for key in added:
@@ -245,11 +245,7 @@ class PreviousStep(VectorHistory):
         return {**(observations if self._is_dict else {OBSERVATION: observations}), **self.memory}
 
 
-def _encoded_space(space: spaces.Space[Any]) -> spaces.Space[Any]:
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: _encoded_space(part) for key, part in space.items()})
-    if isinstance(space, spaces.Tuple):
-        return spaces.Tuple([_encoded_space(part) for part in space])
+def _encoded_space(path: str, space: spaces.Space[Any]) -> spaces.Space[Any]:
     if (choices := _choices(space)) is not None:
         return spaces.MultiBinary(int(choices.sum()))
     if isinstance(space, spaces.MultiBinary):
@@ -263,13 +259,10 @@ def _encoded_space(space: spaces.Space[Any]) -> spaces.Space[Any]:
 
 
 def _choices(space: spaces.Space[Any]) -> np.ndarray[Any, Any] | None:
-    if isinstance(space, spaces.Discrete):
-        return np.array([int(space.n)])
-    is_integer_box = isinstance(space, spaces.Box) and not np.issubdtype(space.dtype, np.floating)
-    if not (is_integer_box or isinstance(space, spaces.MultiDiscrete)):
+    if isinstance(space, spaces.MultiBinary) or not has_choices(space):
         return None
     counts = num_choices(space)
-    return np.array(counts) if max(counts) <= MAX_INTEGER_CHOICES or not is_integer_box else None
+    return None if isinstance(space, spaces.Box) and max(counts) > MAX_INTEGER_CHOICES else np.array(counts)
 
 
 def _encoder(space: spaces.Space[Any]) -> Callable[[Any], Array]:

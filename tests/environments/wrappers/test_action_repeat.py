@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_rl import A2C, CLEAR, IMPALA, PPG, PPO
 from lightning_rl.environments import EnvConfig, EnvironmentSpec
-from lightning_rl.environments.atari import sign
 from lightning_rl.environments.wrappers.action_repeat import REPEATED, LearnedActionRepeat
 from lightning_rl.policies.actor_critic import PolicyOutput
 from lightning_rl.validation import ConfigurationError
@@ -78,10 +77,10 @@ def test_previous_reward_in_evaluation_is_the_training_reward_of_all_repeats():
 def test_repeats_in_evaluation_end_with_a_life_and_show_clipped_rewards():
     game = whole_game((3, 3), (0, 3), (5, 2), (9, 2), (-2, 2), (7, 0))
     game.action_space, game.observation_space = spaces.Discrete(2), spaces.Box(0, 9, (1,))
-    repeating = LearnedActionRepeat(game, 4, 0.5, evaluation=True, clips=sign)
+    repeating = LearnedActionRepeat(game, 4, 0.5, evaluation=True, clips=np.sign)
     options = EnvConfig(previous_reward=True, learned_action_repeat={"max": 4, "gamma": 0.5})
     spec = EnvironmentSpec("ALE/Pong-v5", options, evaluation=True)
-    env = spec.wrap_vector(SyncVectorEnv([lambda: repeating]), sign)
+    env = spec.wrap_vector(SyncVectorEnv([lambda: repeating]), np.sign)
     env.reset(seed=0)
     action = {"action": np.array([1]), "repeat": np.array([4])}
     observation, reward, terminated, _, info = env.step(action)
