@@ -70,7 +70,9 @@ class BehaviourCloning(OnPolicyAlgorithm):
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
         self.normalizers.begin(rollout)
-        return rollout.flatten(**per_step)
+        if (weights := self.checked_weights(rollout)) is None:
+            return rollout.flatten(**per_step)
+        return rollout.flatten(weights != 0, weights=weights, **per_step)
 
     def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
         return super().frozen_parameters("actor")

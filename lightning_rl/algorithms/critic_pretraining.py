@@ -65,8 +65,8 @@ class CriticPretraining(OnPolicyAlgorithm):
         target: `discounted_return`: discounted rewards to the end of the episode or rollout plus the value of the last
             observation, without off-policy correction. `vtrace`: V-trace targets, corrected for the acting policy.
         vtrace_lambda: λ of V-trace, 0 to 1. May be a schedule.
-        trains: `critic` trains parameters of the critic alone, at least one; the policy does not change. `network` also
-            trains an encoder that actor and critic share, which changes the policy.
+        trains: `critic` trains parameters of the critic alone, at least one; the policy changes only by the statistics
+            of `normalization.observations`. `network` also trains an encoder that actor and critic share.
         replay_ratio: Number of replayed unrolls per new unroll, as in `CLEAR`. Only `vtrace` corrects for the policies
             that collected these unrolls. 0 disables replay.
         replay_memory_gib: Maximum memory of stored unrolls, in GiB on each rank; a full memory drops random unrolls.

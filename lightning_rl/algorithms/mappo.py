@@ -10,6 +10,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.algorithms.ppo import PPO
+from lightning_rl.masks import num_choices
 from lightning_rl.nested import Nested, map_stacked, part_at, without
 from lightning_rl.policies.actor_critic import ActorCritic, PolicyConfig, PolicyOptions
 from lightning_rl.policies.distributions import Distribution, make_action_head
@@ -36,13 +37,14 @@ class EncoderPerAgent(nn.Module):
     are zero. A linear layer after the encoder therefore has separate weights for each agent.
 
     Args:
-        space: Observations with the part `agent`.
+        space: Observations with the part `agent`, also in stacked frames.
         **options: Arguments of `make_encoder`.
     """
 
     def __init__(self, space: spaces.Dict, **options: Any) -> None:  # noqa: ANN401
         super().__init__()
-        self.num_agents = int(space["agent"].n)  # type: ignore[attr-defined]
+        self.num_agents = num_choices(space["agent"])[-1]
+        self._is_stacked = isinstance(space["agent"], spaces.MultiDiscrete)
         own = without(space, ["agent"])
         self.encoders = nn.ModuleList(make_encoder(own, **options) for _ in range(self.num_agents))
         self.width = int(self.encoders[0].out_features)  # type: ignore[arg-type]
@@ -51,7 +53,8 @@ class EncoderPerAgent(nn.Module):
     def forward(self, observations: Nested) -> Tensor:
         own = without(observations, ["agent"])
         features = torch.stack([encoder(own) for encoder in self.encoders], -2)
-        is_agent = nn.functional.one_hot(observations["agent"].long(), self.num_agents).to(features.dtype).unsqueeze(-1)
+        agents = observations["agent"][..., -1] if self._is_stacked else observations["agent"]
+        is_agent = nn.functional.one_hot(agents.long(), self.num_agents).to(features.dtype).unsqueeze(-1)
         return torch.cat([features * is_agent, is_agent], -1).flatten(-2)
 
 

@@ -35,6 +35,7 @@ from lightning_rl.environments import (
     EnvironmentSpec,
     EnvOptions,
     FilmMaker,
+    Spaces,
     check_filmable,
     spaces_of,
 )
@@ -201,21 +202,30 @@ class RolloutDataModule(LightningDataModule):
     @property
     def observation_space(self) -> spaces.Space[Any]:
         """Observation space of one environment, after the wrappers."""
-        return self._spaces[0]
+        return self._spaces.observation
 
     @property
     def action_space(self) -> spaces.Space[Any]:
         """Action space of one environment, after the wrappers."""
-        return self._spaces[1]
+        return self._spaces.action
+
+    @property
+    def num_agents(self) -> int:
+        """Number of agents, each with a row of its own, in one copy of the environment; 1 without PettingZoo."""
+        return self._spaces.num_agents
 
     @cached_property
-    def _spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+    def _spaces(self) -> Spaces:
         found = spaces_of(self.spec)
+        given = {"num_envs": self.num_envs, "evaluation.num_envs": self.evaluation.num_envs or found.num_agents}
+        for name, value in given.items():
+            expected = f"a multiple of the {found.num_agents} agents of {self.spec.env_id}: it counts agents"
+            check(value % found.num_agents == 0, name, value, expected)
         names = [wrapper["class_path"] for wrapper in self.spec.training_wrappers]
         if names and (other := spaces_of(self.eval_spec)) != found:
             raise ConfigurationError(
-                f"env.training_wrappers={names} change the spaces from {other} to {found}: expected wrappers that keep "
-                "the spaces; put the others into env.wrappers"
+                f"env.training_wrappers={names} change the spaces from {other[:2]} to {found[:2]}: expected "
+                "wrappers that keep the spaces; put the others into env.wrappers"
             )
         return found
 
@@ -521,7 +531,7 @@ class RolloutDataModule(LightningDataModule):
         policy, _, dtype, device = self._policy()
         path = (self.seed if self.seed is not None else torch.initial_seed() % 2**63, role, self._rank)
         options: dict[str, Any] = {"record": record, "first_number": first_number}
-        options["deterministic"] = self.evaluation.deterministic
+        options |= {"deterministic": self.evaluation.deterministic, "num_agents": self.num_agents}
         with self._rank_named(), self.trainer.precision_plugin.forward_context():
             episodes = evaluator.run_episodes(policy, num_episodes, path, device, dtype, **options)
         if evaluator.environments is not None:
@@ -535,7 +545,7 @@ class RolloutDataModule(LightningDataModule):
         if self.eval_spec.backend == "native" and (found := spaces_of(spec)) != self._spaces:
             raise ConfigurationError(
                 f"backend='native': single environments of {spec.env_id}, which are filmed, have other spaces: "
-                f"expected {self._spaces}, found {found}"
+                f"expected {self._spaces[:2]}, found {found[:2]}"
             )
 
     def film(self, films: FilmMaker, num_episodes: int, env_kwargs: dict[str, Any] | None = None) -> list[Episode]:

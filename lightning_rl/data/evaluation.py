@@ -133,14 +133,16 @@ class Evaluator:
         deterministic: bool,
         record: bool = False,
         first_number: int = 0,
+        num_agents: int = 1,
     ) -> list[Episode]:
         """Play `num_episodes` whole episodes, numbered from `first_number`; see `run_episodes` for other arguments.
 
-        All seeds derive from `path`, a path in the tree of seeds.
+        All seeds derive from `path`, a path in the tree of seeds. Environments with several agents are whole copies.
         """
-        num_envs = min(num_episodes, self.num_envs or _MAX_ENVIRONMENTS)
+        num_envs = min(num_episodes, self.num_envs or max(_MAX_ENVIRONMENTS, num_agents) // num_agents * num_agents)
         if not num_envs:
             return []
+        num_envs += -num_envs % num_agents
         if self.spec.backend == "envpool" or (path, num_envs) != self._made_for:  # EnvPool cannot be seeded again
             self.close()
         if self.environments is None:

@@ -22,7 +22,8 @@ from torch import Tensor
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.environments.contract import TRAINING, derive_seed
 from lightning_rl.files import load_plain
-from lightning_rl.nested import first_leaf, map_leaves, map_space, map_stacked
+from lightning_rl.masks import has_choices, num_choices
+from lightning_rl.nested import Nested, leaves, map_leaves, map_paths, map_space, map_stacked, part_at
 from lightning_rl.policies.interface import from_environment
 from lightning_rl.rollouts.rollout import Episode, Rollout
 from lightning_rl.spaces import observation_dtype
@@ -68,9 +69,31 @@ def _checked(episodes: Sequence[Episode]) -> Sequence[Episode]:
     expected = "recorded episodes, as Trainer.predict returns them"
     are_episodes = isinstance(episodes, Sequence) and all(isinstance(episode, Episode) for episode in episodes)
     check(are_episodes, "episodes", episodes, expected)
-    are_recorded = bool(episodes) and all(e.observations is not None and e.actions is not None for e in episodes)
-    check(are_recorded, "episodes", f"{len(episodes)} episodes", expected)
+    parts = ("observations", "actions", "rewards")
+    are_recorded = bool(episodes) and all(getattr(e, part) is not None for e in episodes for part in parts)
+    check(are_recorded, "episodes", f"{len(episodes)} episodes", f"{expected}, with {', '.join(parts)}")
+    for number, episode in enumerate(episodes):
+        steps = len(episode.rewards)  # type: ignore[arg-type]
+        lengths = {part: {len(x) for x in leaves(getattr(episode, part))} for part in ("observations", "actions")}
+        fits = lengths == {"observations": {steps + 1}, "actions": {steps}}
+        expected = f"{steps} actions, as many as rewards, and one more observation"
+        check(fits, f"episodes[{number}]: lengths", lengths, expected)
     return episodes
+
+
+def _actions_of_space(space: spaces.Space[Any], taken: Nested) -> Nested:
+    """Return recorded actions in the units of a space, or raise a `ConfigurationError` for choices it does not have."""
+    actions = from_environment(space, taken)
+
+    def check_choices(path: str, leaf: spaces.Space[Any]) -> None:
+        if has_choices(leaf):
+            chosen, limits = part_at(actions, path), num_choices(leaf)
+            exist = np.asarray(part_at(taken, path)).dtype.kind in "iub" and (chosen >= 0).all()
+            name = f"episodes: actions {path}".rstrip()
+            check(bool(exist and (chosen < limits).all()), name, part_at(taken, path), f"integers in {leaf}")
+
+    map_paths(check_choices, space)
+    return actions
 
 
 class RecordedEpisodes(RolloutDataModule):
@@ -101,17 +124,16 @@ class RecordedEpisodes(RolloutDataModule):
         **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(env_id, num_envs, rollout_length, rollouts_per_epoch, **kwargs)
-        found = load_episodes(episodes) if isinstance(episodes, str | Path) else _checked(episodes)
+        found = _checked(load_episodes(episodes) if isinstance(episodes, str | Path) else episodes)
         try:
             observations = [map_leaves(lambda x: x[:-1], episode.observations) for episode in found]
             dtypes = map_space(lambda leaf: leaf.dtype, self.observation_space)
             observations = map_leaves(
                 lambda dtype, x: x.astype(dtype), dtypes, map_stacked(np.concatenate, observations)
             )
-            actions = map_stacked(np.concatenate, [episode.actions for episode in found])
-            actions = from_environment(self.action_space, actions)
-            fits = len(first_leaf(observations)) == len(first_leaf(actions))
-            fits = fits and self.observation_space.contains(map_leaves(lambda x: x[0], observations))
+            taken = map_stacked(np.concatenate, [episode.actions for episode in found])
+            actions = _actions_of_space(self.action_space, taken)
+            fits = self.observation_space.contains(map_leaves(lambda x: x[0], observations))
             check(fits, "episodes", "observations", "observations of the environment's space")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ConfigurationError(

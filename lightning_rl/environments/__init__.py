@@ -3,7 +3,7 @@
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.batch import EnvironmentBatch, Step
 from lightning_rl.environments.contract import EnvironmentFailure
-from lightning_rl.environments.make import check_filmable, make_environments, spaces_of
+from lightning_rl.environments.make import Spaces, check_filmable, make_environments, spaces_of
 from lightning_rl.environments.rendering import FilmMaker, cameras
 from lightning_rl.environments.spec import Backend, EnvConfig, EnvironmentSpec, EnvOptions
 from lightning_rl.environments.tensor_batch import TensorEnvironments
@@ -23,6 +23,7 @@ __all__ = [
     "EnvironmentSpec",
     "FilmMaker",
     "PartialObservation",
+    "Spaces",
     "SplitObservation",
     "Step",
     "TensorEnvironments",

@@ -20,6 +20,7 @@ from lightning_rl.environments.contract import (
     FAILURE,
     IDLE,
     LOST,
+    NUM_AGENTS,
     OWN_STATE,
     Array,
     EnvironmentFailure,
@@ -336,6 +337,7 @@ class EnvironmentBatch:
         self.env = env
         self._read_repeats = read_repeats
         self.num_envs = env.num_envs
+        self.num_agents: int = (env.metadata or {}).get(NUM_AGENTS, 1)
         self.single_observation_space = env.single_observation_space
         self.single_action_space = env.single_action_space
         self._tracker = EpisodeTracker(seeds, reset_seed, evaluation)

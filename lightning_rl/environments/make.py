@@ -9,7 +9,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -47,8 +47,16 @@ from lightning_rl.validation import ClassSpec, ConfigurationError, check, did_yo
 
 # Much longer than a step; enough for an environment that loads a world in its first reset.
 DEFAULT_STEP_TIMEOUT = 120.0
-Spaces = tuple[spaces.Space[Any], spaces.Space[Any]]
-"""Observation and action space of one environment."""
+
+
+class Spaces(NamedTuple):
+    """Spaces of one environment, and the number of agents, each with a row of its own, in one copy of it."""
+
+    observation: spaces.Space[Any]
+    action: spaces.Space[Any]
+    num_agents: int = 1
+
+
 Seed = list[int] | np.ndarray[Any, Any] | int | None
 """Seed of the first reset of all environments, see `EnvironmentBatch`."""
 
@@ -210,10 +218,11 @@ def _place(error: BaseException) -> str:
 
 
 def spaces_of(spec: EnvironmentSpec) -> Spaces:
-    """Return the observation and the action space of one environment; raises as `make_environments`."""
+    """Return the spaces of one environment; raises as `make_environments`."""
     environment = make_environments(spec, 1, [0])
     environment.close()
-    return environment.single_observation_space, environment.single_action_space
+    num_agents = 1 if isinstance(environment, TensorEnvironments) else environment.num_agents
+    return Spaces(environment.single_observation_space, environment.single_action_space, num_agents)
 
 
 def _find_single(spec: EnvironmentSpec) -> EnvSpec:

@@ -13,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from lightning_rl.environments.contract import IDLE, Array, batch_infos, derive_seed
+from lightning_rl.environments.contract import ABSENT, IDLE, NUM_AGENTS, Array, batch_infos, derive_seed
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked
 from lightning_rl.validation import check
@@ -26,7 +26,8 @@ class ParallelEnvVector(VectorEnv):
     """A vector environment of copies of a parallel environment, with one row per agent of each copy.
 
     The episode of a row ends when its agent terminates or is truncated. The row is then idle (`valid` is False) until
-    all agents of the copy have ended; the step that ends the last of them also resets the copy.
+    all agents of the copy have ended; the step that ends the last of them also resets the copy. The row of an agent
+    that joins later is idle before.
 
     If the spaces of the agents differ, vectors are padded with zeros, and an action mask excludes the choices or
     components of an action that an agent does not have. With `state`, observations are a `Dict` of `observation`, the
@@ -34,8 +35,8 @@ class ParallelEnvVector(VectorEnv):
 
     Args:
         make: Makes one copy. Spaces that differ and cannot be padded raise a `ConfigurationError`.
-        num_envs: Number of rows, a multiple of the number of possible agents; 1 if only the spaces are needed.
-        state: `joint`: the flat observations of all agents of the copy, zeros for agents that have left.
+        num_envs: Number of rows, a multiple of the number of possible agents. 1 makes all rows of one copy.
+        state: `joint`: the flat observations of all agents of the copy, zeros from the step after an agent has left.
             `environment`: the result of `env.state()`. None: observations without `agent` and `state`.
         team_reward: Each agent gets the sum of the rewards of all agents.
     """
@@ -48,10 +49,10 @@ class ParallelEnvVector(VectorEnv):
         first = make()
         self.agents = list(first.possible_agents)
         num_agents = len(self.agents)
-        self._has_only_spaces = num_envs == 1 < num_agents
-        count = f"a multiple of the {num_agents} agents of {first}"
-        expected = f"{count}: it counts agents, as evaluation.num_envs and numbers of evaluation episodes do"
-        check(num_envs % num_agents == 0 or self._has_only_spaces, "num_envs", num_envs, expected)
+        num_envs = num_agents if num_envs == 1 else num_envs
+        expected = f"a multiple of the {num_agents} agents of {first}: it counts agents"
+        check(num_envs % num_agents == 0, "num_envs", num_envs, expected)
+        self.metadata = {**self.metadata, NUM_AGENTS: num_agents}
         check(state in ("joint", "environment", None), "env.kwargs.state", state, "joint, environment or None")
         self.state, self.team_reward = state, team_reward
         self._observed = {agent: first.observation_space(agent) for agent in self.agents}
@@ -85,12 +86,11 @@ class ParallelEnvVector(VectorEnv):
         self._history: list[list[Nested]] = [[] for _ in self.copies]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        check(not self._has_only_spaces, "num_envs", 1, f"a multiple of the {len(self.agents)} agents")
         self._seed = int(np.random.default_rng().integers(2**31)) if seed is None else seed
         infos: list[dict[str, Any]] = [{}] * self.num_envs
         for index in range(len(self.copies)):
             self._start(index, 0, infos, options)
-        return self._concatenated(), batch_infos(infos)
+        return self._concatenated(), batch_infos(infos) | self._absent()
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
         rewards = np.zeros(self.num_envs)
@@ -105,6 +105,8 @@ class ParallelEnvVector(VectorEnv):
             for row, agent in enumerate(self.agents, rows.start):
                 if agent not in living:
                     idle[row] = True
+                    if agent in env.agents:  # it joins
+                        self._rows[row], infos[row] = reached[agent], answers[-1].get(agent) or {}
                     continue
                 rewards[row], terminated[row], truncated[row], info = (x.get(agent) for x in answers)
                 if self.team_reward:
@@ -116,7 +118,7 @@ class ParallelEnvVector(VectorEnv):
                 (final_infos if ended else infos)[row] = info or {}
             if not env.agents:
                 self._start(index, self._episodes[index] + 1, infos)
-        batched = batch_infos(infos)
+        batched = batch_infos(infos) | self._absent()
         ended_rows = terminated | truncated
         if ended_rows.any():
             batched |= {"final_obs": finals, "_final_obs": ended_rows, "final_info": batch_infos(final_infos)}
@@ -155,6 +157,10 @@ class ParallelEnvVector(VectorEnv):
                 exact[rows] = False
                 self._start(index, stored["episode"] + 1, infos)
         return exact, self._concatenated()
+
+    def _absent(self) -> dict[str, Array]:
+        absent = np.array([agent not in env.agents for env in self.copies for agent in self.agents])
+        return {ABSENT: absent} if absent.any() else {}
 
     def _start(
         self, index: int, episode: int, infos: list[dict[str, Any]], options: dict[str, Any] | None = None

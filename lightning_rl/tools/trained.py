@@ -231,7 +231,13 @@ def play_episodes(
     parameter = next(policy.parameters())
     try:
         played = evaluator.run_episodes(
-            policy, episodes, (seed, TESTING, 0), parameter.device, parameter.dtype, deterministic=deterministic
+            policy,
+            episodes,
+            (seed, TESTING, 0),
+            parameter.device,
+            parameter.dtype,
+            deterministic=deterministic,
+            num_agents=data.num_agents,
         )
     finally:
         evaluator.close()

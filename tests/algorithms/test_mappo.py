@@ -146,6 +146,18 @@ def test_agents_that_differ_and_leave_early_are_trained_on_their_own_steps(share
     assert (agent[has_left] == 1).all() and (state[has_left, 0] == 0).all() and (state[~has_left, 0] > 0).all()
 
 
+def test_separate_policies_tell_agents_apart_by_the_newest_of_stacked_frames():
+    kwargs = {"state": "joint", "lives": (2, 4), "sizes": (2, 3), "choices": (2, 4)}
+    data = relay(env={"kwargs": kwargs, "frame_stack": 2})
+    model = make_mappo(data.observation_space, data.action_space, share_policy=False)
+    rows = sampled_observations(data.observation_space, torch.float32, 4, seed=1)
+    rows["agent"] = torch.tensor([[0, 1], [1, 1], [1, 0], [0, 0]])
+    features = model.policy.actor_encoder(rows).unflatten(-1, (2, -1))
+    assert (features[..., -1] == torch.tensor([[0, 1], [0, 1], [1, 0], [1, 0]])).all()
+    make_trainer().fit(model, data)
+    assert model.env_steps > 0
+
+
 @pytest.mark.parametrize("share_policy", [True, False])
 def test_components_that_an_agent_lacks_are_not_learned_from(share_policy):
     """Loss, entropy, KL and gradients are equal to a computation agent by agent, over the agent's own components."""

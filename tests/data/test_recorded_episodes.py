@@ -218,10 +218,44 @@ def test_episodes_must_fit_the_spaces(tmp_path):
         recorded(bare)
     with pytest.raises(ConfigurationError, match="episodes"):
         recorded(tmp_path / "none.pt")
-    wide = expert(1)
-    wide[0].observations = np.zeros((9, 4), np.float32)
-    with pytest.raises(ConfigurationError, match="episodes"):
-        recorded(wide)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"observations": np.zeros((9, 4), np.float32)}, "episodes do not fit"),
+        ({"actions": np.full(8, 8)}, r"episodes: actions=array.* expected integers in Discrete\(3, start=5\)"),
+        ({"actions": np.full(8, 4)}, "expected integers in Discrete"),
+        ({"actions": np.full(8, 6.5)}, "expected integers in Discrete"),
+        ({"rewards": None}, "episodes='1 episodes' .* observations, actions, rewards"),
+        ({"rewards": np.ones(9)}, r"episodes\[0\]: lengths=.* expected 9 actions, as many as rewards"),
+        ({"actions": np.full(7, 5)}, r"episodes\[0\]: lengths=.* expected 8 actions"),
+    ],
+)
+def test_parts_of_an_episode_must_fit_the_spaces_and_each_other(changes, message):
+    episodes = expert(1)
+    vars(episodes[0]).update(changes)
+    with pytest.raises(ConfigurationError, match=message):
+        recorded(episodes)
+
+
+def test_cloning_weighs_steps():
+    class Weighted(BehaviourCloning):
+        def step_weights(self, rollout):
+            return torch.where(rollout.actions == 2, 3.0, 0.0) + (rollout.observations[:-1, :, 0] < 0) * rollout.place
+
+    data = recorded(rollouts_per_epoch=1)
+    model, kept = Weighted(data.observation_space, data.action_space, num_minibatches=1), []
+
+    def keep(rollout, _):
+        rollout.place = torch.arange(16.0).unsqueeze(1).expand(16, 8) % 2
+        distribution, _ = model.policy(rollout.observations[:-1].flatten(0, 1))
+        losses, weights = -distribution.log_prob(rollout.actions.flatten()), model.step_weights(rollout).flatten()
+        kept.append(float((losses * weights).sum() / weights.sum()))
+
+    model.on_train_batch_start = keep
+    make_trainer(limit_val_batches=0).fit(model, data)
+    assert model.losses["cloning_loss"] == pytest.approx(kept[0], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ class Relay:
     metadata = {"name": "relay"}  # noqa: RUF012
     state_space = spaces.Box(0, 99, (2,), np.float32)
 
-    def __init__(self, lives=(2, 4), sizes=(3, 3), choices=(5, 5), noise=0.0, seeded=False, max_cycles=99):
+    def __init__(self, lives=(2, 4), sizes=(3, 3), choices=(5, 5), noise=0.0, seeded=False, max_cycles=99, joins=0):
         self.possible_agents = [f"runner_{i}" for i in range(len(lives))]
         self.agents = []
         self.lives, self.sizes, self.noise = [min(life, max_cycles) for life in lives], sizes, noise
-        self.seeded = seeded
+        self.seeded, self.joins = seeded, joins  # the last agent joins after so many steps
         self.action_spaces = [spaces.Discrete(n) if isinstance(n, int) else n for n in choices]
         self.episode, self.closed, self.seeds, self.actions = -1, False, [], []
 
@@ -41,6 +41,7 @@ class Relay:
         if self.seeded:
             self.episode = seed % 9
         self.seeds.append(seed)
+        self.agents = self.agents[: -1 if self.joins else None]
         return {agent: self.see(agent) for agent in self.agents}, {agent: {} for agent in self.agents}
 
     def see(self, agent):
@@ -55,6 +56,8 @@ class Relay:
         assert list(actions) == self.agents, "exactly the living agents act"
         self.actions.append(list(actions.values()))
         self.steps += 1
+        if self.steps == self.joins:
+            self.agents.append(self.possible_agents[-1])
         observations = {agent: self.see(agent) for agent in self.agents}
         rewards = {a: 10.0 * self.possible_agents.index(a) + self.steps for a in self.agents}
         over = {a: self.lives[self.possible_agents.index(a)] == self.steps for a in self.agents}
@@ -67,6 +70,27 @@ class Relay:
 
     def close(self):
         self.closed = True
+
+
+class Masked(Relay):
+    """Agent i may take only the choices from 2 · i on, which its observation, its `info` and a method tell."""
+
+    def observation_space(self, agent):
+        return spaces.Dict(own=super().observation_space(agent), mask=spaces.Box(0, 1, (5,), np.int8))
+
+    def mask(self, agent):
+        return (np.arange(5) >= 2 * self.possible_agents.index(agent)).astype(np.int8)
+
+    def see(self, agent):
+        return {"own": super().see(agent), "mask": self.mask(agent)}
+
+    def reset(self, seed=None, options=None):
+        observations, _ = super().reset(seed, options)
+        return observations, {agent: {"mask": self.mask(agent)} for agent in self.agents}
+
+    def step(self, actions):
+        observations, rewards, terminated, truncated, _ = super().step(actions)
+        return observations, rewards, terminated, truncated, {agent: {"mask": self.mask(agent)} for agent in actions}
 
 
 BOX = spaces.Box(-1, 1, (2,), np.float32)
@@ -83,7 +107,15 @@ def parallel_env(**kwargs):
     return Relay(**kwargs)
 
 
+class MaskedVector(ParallelEnvVector):
+    """Tells the masks of all rows by a method too, zeros for agents that are gone."""
+
+    def masks(self):
+        return np.array([env.mask(a) * (a in env.agents) for env in self.copies for a in self.agents])
+
+
 gymnasium.register("Probe/Relay-v0", vector_entry_point=make_relays)
+gymnasium.register("Probe/MaskedRelay-v0", vector_entry_point=lambda num_envs, **kw: MaskedVector(Masked, num_envs))
 RELAY = {"env_id": "Probe/Relay-v0", "backend": "native"}
 
 
@@ -232,11 +264,53 @@ def test_id_names_the_module_of_a_parallel_environment():
         _ = make_data(module, backend="native", env={"kwargs": {"team_rewards": True}}).observation_space
 
 
-def test_one_row_is_enough_for_the_spaces_but_not_to_play():
+def test_one_row_stands_for_a_copy_but_not_in_a_run():
     env = make_relays(1)
     assert env.single_observation_space.shape == (3,) and env.single_action_space == spaces.Discrete(5)
-    with pytest.raises(ConfigurationError, match=r"^num_envs=1 is not valid: expected a multiple of the 2 agents"):
-        env.reset()
+    assert len(env.reset()[0]) == env.num_envs == 2
+    for name, options in (("num_envs", {"num_envs": 1}), ("evaluation.num_envs", {"evaluation": {"num_envs": 3}})):
+        with pytest.raises(ConfigurationError, match=rf"^{name}=\d is not valid: expected a multiple of the 2 agents"):
+            _ = make_data(**RELAY, **{"num_envs": 2} | options).observation_space
+
+
+@pytest.mark.parametrize(("episodes", "lives"), [(2, (2, 4, 3)), (7, (2, 4, 3)), (1, (1,) * 9)])
+def test_any_number_of_episodes_is_played_in_whole_copies(episodes, lives):
+    sizes = {"lives": lives, "sizes": (3,) * len(lives), "choices": (5,) * len(lives)}
+    options = {"env": {"kwargs": sizes}, "evaluation": {"episodes": episodes}}
+    data = make_data(**RELAY, num_envs=len(lives), **options)
+    played = make_trainer().predict(make_model(data), data)[0]
+    assert [episode.length for episode in played] == sorted_by_row(lives, episodes)
+
+
+def sorted_by_row(lives, episodes):
+    """Lengths of the episodes, by row, if each row of whole copies plays its share."""
+    rows = min(episodes, max(8, len(lives)) // len(lives) * len(lives))
+    rows += -rows % len(lives)
+    return [lives[row % len(lives)] for row in range(rows) for _ in range(row, episodes, rows)]
+
+
+@pytest.mark.parametrize("source", ["info.mask", "observation.mask", "method.masks"])
+def test_masks_of_agents_that_leave_early_are_learned_with(source):
+    data = make_data("Probe/MaskedRelay-v0", backend="native", num_envs=4, env={"action_mask": source})
+    model, rollouts = make_model(data), []
+    model.on_train_batch_start = lambda rollout, _: rollouts.append(rollout)
+    trainer = make_trainer()
+    trainer.fit(model, data)
+    for rollout in rollouts:
+        assert rollout.valid.any(0).all() and not rollout.valid.all()
+        second = rollout.actions[:, 1::2][rollout.valid[:, 1::2]]
+        assert second.min() == 2 and rollout.actions[rollout.valid].min() == 0
+    assert trainer.callback_metrics["train/first_ratio_error"] < 1e-5
+
+
+def test_an_agent_that_joins_later_acts_on_its_first_observation():
+    kwargs = {"lives": (5, 5), "joins": 2}
+    rollout = collect(**RELAY, length=7, policy=Told(), num_envs=2, env={"kwargs": kwargs})
+    assert rollout.valid.T.tolist() == [[True] * 7, [False, False, True, True, True, False, False]]
+    assert rollout.observations[:, 1].tolist() == [
+        *([0, 0, 0], [0, 0, 0], [0, 1, 2], [0, 1, 3], [0, 1, 4]),
+        *([0, 0, 0], [0, 0, 0], [1, 1, 2]),
+    ]
 
 
 def test_idle_rows_are_not_learned_from():

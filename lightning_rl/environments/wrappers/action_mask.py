@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
-from lightning_rl.environments.contract import Array, EnvironmentFailure, WorkerFailure, summary
+from lightning_rl.environments.contract import ABSENT, Array, EnvironmentFailure, WorkerFailure, summary
 from lightning_rl.environments.wrappers.history import OBSERVATION, VectorHistory
 from lightning_rl.masks import ActionMask, MaskLayout, component_names, find_masks, has_choices
 from lightning_rl.nested import (
@@ -260,10 +260,11 @@ class MaskedActions(VectorHistory):
     def advance(
         self, observations: Nested, actions: Nested, rewards: Array, ended: Array, infos: dict[str, Any]
     ) -> None:
-        """Read the masks; masks of final observations allow every choice."""
+        """Read the masks; masks of final observations, and of rows without an agent, allow every choice."""
+        without = ended | infos.get(ABSENT, False)
 
         def allow(masks: Array) -> None:
-            masks[ended] = 1
+            masks[without] = 1
 
         map_leaves(allow, self.memory)
         self._take(~ended, observations, infos)
@@ -276,6 +277,8 @@ class MaskedActions(VectorHistory):
 
     def _take(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
         source = self._source
+        if ABSENT in infos:
+            which = which & ~infos[ABSENT]
         if not which.any():
             return
         if source.kind == "observation":
