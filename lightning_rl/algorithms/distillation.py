@@ -73,7 +73,6 @@ class Distillation(PPO):
         return loaded.policy.requires_grad_(False)
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        """Check also that the teacher can be loaded."""
         super().check_run(trainer, rollout_shape)
         self.teacher.to(self.device)
 

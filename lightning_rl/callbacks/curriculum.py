@@ -79,11 +79,9 @@ class Curriculum(Callback):
         self._returns.extend(state_dict["returns"])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that there are training environments."""
         data_of(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Change the environments to the current stage."""
         count = len(self.stages)
         check(self.stage < count, "stages: length", count, f"more than {self.stage}, the stage in the checkpoint")
         self._change(trainer)

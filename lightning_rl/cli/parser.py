@@ -141,7 +141,6 @@ class ActionConfig(ActionConfigFile):
     """The option `--config`, which takes a file or the name of a shipped configuration."""
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:  # noqa: ANN401
-        """Parse the configuration and apply its settings."""
         try:
             resolved = resolve_config(values)
             if Path(resolved).is_file():  # the parser's own errors do not name the file
@@ -207,7 +206,6 @@ class CommandParser(LightningArgumentParser):
         return [*added, "ckpt_path"]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print one message and exit with status 2."""
         if not self.exit_on_error:
             super().error(message, ex)
         os.chdir(self.folder)  # the parser reads a configuration in the folder of that file

@@ -75,7 +75,6 @@ class Actor:
     def __call__(
         self, observations: Nested, generator: torch.Generator | None = None, deterministic: bool = False
     ) -> PolicyOutput:
-        """Choose an action for every row; see `Policy.act`."""
         x = self._prepare(observations)
         if x is None or len(x) > self.max_rows:
             return self.policy.act(observations, generator, deterministic)

@@ -259,7 +259,6 @@ class Gradient:
         return inputs
 
     def others(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the inputs that are not parameters."""
         return [inputs[k] for k in self._other_places]
 
 

@@ -60,7 +60,6 @@ class MemoryOptions:
         return options
 
     def are_separate(self, shared_encoder: bool) -> bool:
-        """Return whether actor and critic have a core each."""
         if self.separate is None:
             return not shared_encoder
         expected = "true or None, since actor and critic have an encoder each (shared_encoder)"
@@ -237,7 +236,6 @@ class RecurrentState:
         return map_stacked(torch.stack, kept) if kept else None
 
     def state_dict(self) -> Nested | None:
-        """Return a copy of the state on the CPU."""
         return None if self.state is None else map_leaves(lambda x: x.to("cpu", copy=True), self.state)
 
     def load_state_dict(self, state: Nested | None, exact: Array, device: torch.device) -> None:

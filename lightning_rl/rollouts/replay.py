@@ -137,7 +137,6 @@ class UseLimitedBuffer(Replay):
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tensors, empty places included."""
         return num_bytes(self._fields or {})
 
     def append(self, fields: Fields) -> None:

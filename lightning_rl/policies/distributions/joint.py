@@ -97,7 +97,6 @@ class JointHead(nn.Module):
         return torch.cat(flags) if flags else None
 
     def _own(self, mask: Nested, path: str) -> tuple[Any, ...]:
-        """Return the mask of a part; nothing if it has none."""
         return () if mask is None or path not in self.masked else (part_at(mask, path),)
 
 
