@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import heapq
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import itemgetter
@@ -219,12 +218,17 @@ class UseLimitedBuffer(Replay):
             self._uses[(self._next - len(kept) + torch.arange(len(kept))) % self.size] = state["uses"][kept]
 
 
-class _Marks(NamedTuple):
-    """What `Rollout` says of its steps and of the recurrent state; None as there."""
+class _KeptRollout(NamedTuple):
+    fields: Any
+    valid: Any
+    starts: Any
+    states: Any
+    burn_in: int = 0
 
-    valid: Tensor | None
-    starts: Tensor | None
-    states: Nested
+    @property
+    def layout(self) -> Layout:
+        length, num_envs = first_leaf(self.fields).shape[:2]
+        return Layout.of((int(length), int(num_envs)), self.states, self.burn_in)
 
 
 class RolloutMemory(Replay):
@@ -235,29 +239,27 @@ class RolloutMemory(Replay):
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._layout = Layout((0, 0))
-        self._marks: list[_Marks] = []
-        self._fields: Fields = {}  # by address
+        self._kept: list[_KeptRollout] = []
 
     def __len__(self) -> int:
-        return len(self._marks)
+        return len(self._kept)
 
     @property
     def is_full(self) -> bool:
         return len(self) >= self.capacity
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """`(T, B)` of each rollout; `(0, 0)` if there are none."""
+        return (0, 0) if self.layout is None else self.layout.shape
+
+    @property
     def layout(self) -> Layout | None:
-        return self._layout if self._marks else None
+        return self._kept[0].layout if self._kept else None
 
     @property
     def num_bytes(self) -> int:
-        return sum(num_bytes(x) for kept in self._marks for x in kept if x is not None) + num_bytes(self._filled())
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """`(T, B)` of each rollout; `(0, 0)` if there are none."""
-        return self._layout.shape if self._marks else (0, 0)
+        return sum(num_bytes(x) for kept in self._kept for x in kept[:-1] if x is not None)
 
     def append(
         self,
@@ -273,32 +275,30 @@ class RolloutMemory(Replay):
         """
         if self.is_full:
             raise ValueError(f"the memory holds {len(self)} rollouts already, expected fewer than {self.capacity}")
-        length, num_envs = first_leaf(fields).shape[:2]
-        layout = Layout.of((int(length), int(num_envs)), states, burn_in)
-        if self.layout not in (None, layout):
-            raise ValueError(f"the rollout has {layout}, expected {self.layout} like those before it")
-        self._layout = layout
-        marks = (None if x is None else map_leaves(copy_to_memory, x) for x in (valid, starts, states))
-        self._marks.append(_Marks(*marks))
-        # A rollout that was rolled back may have left other weights at these addresses.
-        if "weights" in self._fields and "weights" not in fields:
-            fields = {**fields, "weights": self._fields["weights"].new_ones(self.shape)}
-        addresses = torch.arange(length * num_envs) + length * num_envs * (len(self) - 1)
-        for name, x in fields.items():
-            self.write(name, addresses, map_leaves(lambda leaf: leaf.flatten(0, 1), x))
+        given = _KeptRollout(fields, valid, starts, states, burn_in)
+        if self.layout not in (None, given.layout):
+            raise ValueError(f"the rollout has {given.layout}, expected {self.layout} like those before it")
+        parts = {name: x for name, x in given._asdict().items() if name != "burn_in" and x is not None}
+        self._kept.append(given._replace(**map_leaves(copy_to_memory, parts)))
 
     def clear(self) -> None:
-        self._marks, self._fields = [], {}
+        self._kept = []
 
     def write(self, name: str, addresses: Tensor, values: Nested) -> None:
-        """Write one field of the steps at `addresses`, `[N]`; elsewhere, new `weights` are 1, other new fields 0."""
-        if name not in self._fields:
-            size, value = self.capacity * math.prod(self.shape), int(name == "weights")
-            self._fields[name] = map_leaves(lambda x: x.new_full((size, *x.shape[1:]), value, device="cpu"), values)
-        map_leaves(lambda x, storage: storage.index_copy_(0, addresses, x.detach().cpu()), values, self._fields[name])
+        """Write one field of the steps at `addresses`, `[N]`; a new field is 0 elsewhere."""
+        if name not in self._kept[0].fields:
+            zeros = map_leaves(lambda x: x.new_zeros(*self.shape, *x.shape[1:], device="cpu"), values)
+            self._kept = [
+                kept._replace(fields={**kept.fields, name: map_leaves(torch.clone, zeros)}) for kept in self._kept
+            ]
+        for index, (mask, local) in self._by_rollout(addresses).items():
+
+            def put(storage: Tensor, x: Tensor, mask: Tensor = mask, local: Tensor = local) -> None:
+                storage.flatten(0, 1)[local] = x.detach().cpu()[mask]
+
+            map_leaves(put, self._kept[index].fields[name], values)
 
     def steps(self) -> Tensor:
-        """Return the addresses of all real steps."""
         valid = self._all_valid()
         return torch.arange(valid.numel())[valid.flatten()]
 
@@ -312,39 +312,49 @@ class RolloutMemory(Replay):
         addresses = first_steps.flatten() + num_envs * torch.arange(length).unsqueeze(1)
         valid = torch.cat(list(self._all_valid()), 1)
         no_starts, no_states = torch.zeros(length, num_envs, dtype=torch.bool), torch.zeros(1, num_envs)
-        starts = torch.cat([no_starts if kept.starts is None else kept.starts for kept in self._marks], 1)
-        states = [no_states if kept.states is None else kept.states for kept in self._marks]
+        starts = torch.cat([no_starts if kept.starts is None else kept.starts for kept in self._kept], 1)
+        states = [no_states if kept.states is None else kept.states for kept in self._kept]
         together = map_stacked(lambda xs: torch.cat(xs, 1), states)
-        rows, sequences = cut(valid, starts, together, self._layout.burn_in, addresses)
+        rows, sequences = cut(valid, starts, together, self._kept[0].burn_in, addresses)
         return addresses.flatten()[rows], sequences
 
     def _all_valid(self) -> Tensor:
         everything = torch.ones(self.shape, dtype=torch.bool)
-        return torch.stack([everything if kept.valid is None else kept.valid for kept in self._marks] or [everything])
+        return torch.stack([everything if k.valid is None else k.valid for k in self._kept] or [everything])
 
     def gather(self, addresses: Tensor, only: str | None = None) -> Fields:
         """Return copies of steps, each field of shape `[*addresses.shape, ...]`; with `only`, at most that field."""
-        wanted = {name: x for name, x in self._fields.items() if only in (None, name)}
-        return map_leaves(itemgetter(addresses), wanted)  # type: ignore[no-any-return]
+        every = add_missing_weights([kept.fields for kept in self._kept])
+        wanted = [{n: x for n, x in fields.items() if only in (None, n)} for fields in every]
+        if not wanted or not wanted[0]:
+            return {}
+        parts = self._by_rollout(addresses)
 
-    def _filled(self) -> Fields:
-        """Return the stored steps by address, without copies."""
-        return map_leaves(itemgetter(slice(len(self) * math.prod(self.shape))), self._fields)  # type: ignore[no-any-return]
+        def collect(*leaves_of_rollouts: Tensor) -> Tensor:
+            first = leaves_of_rollouts[0]
+            result = torch.empty(*addresses.shape, *first.shape[2:], dtype=first.dtype)
+            for index, (mask, local) in parts.items():
+                result[mask] = leaves_of_rollouts[index].flatten(0, 1)[local]
+            return result
+
+        fields: Fields = map_leaves(collect, *wanted)
+        return fields
+
+    def _by_rollout(self, addresses: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return for each rollout which addresses are in it, and their steps t · B + b."""
+        length, num_envs = self.shape
+        rollouts, local = addresses // (length * num_envs), addresses % (length * num_envs)
+        masks = {index: rollouts == index for index in set(rollouts.flatten().tolist())}
+        return {index: (mask, local[mask]) for index, mask in masks.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        fields = map_leaves(torch.clone, self._filled())  # a view would be saved with the empty part of the storage
-        return {"layout": tuple(self._layout), "marks": [kept._asdict() for kept in self._marks], "fields": fields}
+        """Return the rollouts as tensors, without copies: stored rollouts do not change."""
+        return {"rollouts": [kept._asdict() for kept in self._kept]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore rollouts. If they fill the memory, the oldest are dropped, so that the next rollout fits."""
-        self.clear()
-        excess = len(state["marks"]) - self.capacity
-        dropped = excess + 1 if excess >= 0 else 0
-        self._layout = Layout(*state["layout"])
-        self._marks = [_Marks(**kept) for kept in state["marks"][dropped:]]
-        steps = math.prod(self.shape)
-        for name, x in state["fields"].items() if self._marks else ():
-            self.write(name, torch.arange(len(self) * steps), map_leaves(itemgetter(slice(dropped * steps, None)), x))
+        excess = len(state["rollouts"]) - self.capacity
+        self._kept = [_KeptRollout(**kept) for kept in state["rollouts"][excess + 1 if excess >= 0 else 0 :]]
 
 
 ReplayPolicy = Literal["reservoir", "fifo"]
