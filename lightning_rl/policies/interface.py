@@ -109,7 +109,7 @@ def to_environment(space: spaces.Space[Any], action: Nested) -> Nested:
     clipped to the bounds. All parts get the space's shape and dtype.
     """
     if isinstance(space, spaces.Discrete):
-        return action + space.start if space.start else action
+        return (action + space.start if space.start else action).astype(space.dtype, copy=False)
     if isinstance(space, spaces.Dict):
         return {key: to_environment(part, action[key]) for key, part in space.items()}
     if isinstance(space, spaces.Tuple):

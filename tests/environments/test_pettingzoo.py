@@ -291,7 +291,8 @@ def sorted_by_row(lives, episodes):
 
 @pytest.mark.parametrize("source", ["info.mask", "observation.mask", "method.masks"])
 def test_masks_of_agents_that_leave_early_are_learned_with(source):
-    data = make_data("Probe/MaskedRelay-v0", backend="native", num_envs=4, env={"action_mask": source})
+    env = {"action_mask": source, "previous_action": True}
+    data = make_data("Probe/MaskedRelay-v0", backend="native", num_envs=4, env=env)
     model, rollouts = make_model(data), []
     model.on_train_batch_start = lambda rollout, _: rollouts.append(rollout)
     trainer = make_trainer()

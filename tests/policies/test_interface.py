@@ -11,6 +11,8 @@ def test_discrete_actions_are_shifted_by_the_start_of_the_space():
     action = np.array([0, 2])
     assert to_environment(spaces.Discrete(3, start=-1), action).tolist() == [-1, 1]
     assert to_environment(spaces.Discrete(3), action) is action
+    small = to_environment(spaces.Discrete(3, start=5, dtype=np.int16), action)
+    assert small.tolist() == [5, 7] and small.dtype == np.int16
 
 
 def test_continuous_actions_are_clipped_shaped_and_cast_in_a_copy():

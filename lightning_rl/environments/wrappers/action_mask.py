@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import VectorEnv, VectorWrapper
 
 from lightning_rl.environments.contract import ABSENT, Array, EnvironmentFailure, WorkerFailure, summary
 from lightning_rl.environments.wrappers.history import OBSERVATION, VectorHistory
@@ -250,7 +250,7 @@ class MaskedActions(VectorHistory):
             self._source.take_space(env.metadata[MASKS])
         elif self._source.kind != "observation":
             name, in_info = self._source.name, self._source.kind == "info"
-            self._source.learn(env, lambda infos: _first(infos[name] if in_info else getattr(env, name)()))
+            self._source.learn(env, lambda infos: _first(infos[name] if in_info else _called(env, name)))
         super().__init__(env, self._source.space)
         self.memory = self._source.everything(self.num_envs)
 
@@ -301,7 +301,7 @@ class MaskedActions(VectorHistory):
             return map_stacked(np.stack, [everything if x is None else x for x in pool.call("last_masks")])
         name = MASKS if self._are_read else source.name
         if source.kind == "method" and not self._are_read:
-            return getattr(self.env, name)()
+            return _called(self.env, name)
         if (present := infos.get(f"_{name}")) is not None:
             for index in np.flatnonzero(which & ~present).tolist():
                 raise WorkerFailure([index], f"returned no info {name!r}: expected its action mask")
@@ -313,6 +313,13 @@ class MaskedActions(VectorHistory):
         everything = self._source.everything()
         rows = [everything if one is None else self._source.read(self._source.by_name(one)) for one in masks]
         return map_stacked(np.stack, rows)
+
+
+def _called(env: Any, method: str) -> Any:  # noqa: ANN401
+    """Return the result of a method of vectorized environments, whose wrappers do not pass attributes on."""
+    while not hasattr(env, method) and isinstance(env, VectorWrapper):
+        env = env.env
+    return getattr(env, method)()
 
 
 def _first(masks: Any) -> Any:  # noqa: ANN401
