@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 else:
 
     class OrDict:
-        """A group, or a dict of the fields to change. At runtime the group alone, as the command line needs it.
+        """Type of an option that takes a group or a dict of the fields to change.
 
-        For a union, jsonargparse would ask for a `class_path`.
+        At runtime it is the class of the group, because jsonargparse would ask for the `class_path` of a union.
         """
 
         def __class_getitem__(cls, group: type) -> type:

@@ -423,7 +423,7 @@ def test_lightnings_tuner_is_refused_with_what_to_do_instead():
 def test_callbacks_that_look_for_the_smallest_return_are_refused(callback):
     data = make_data()
     trainer = make_trainer(callbacks=[callback("val/episode_return")], enable_checkpointing=True)
-    with pytest.raises(ConfigurationError, match="expected 'max', since val"):
+    with pytest.raises(ConfigurationError, match="expected 'max', since larger values of val"):
         trainer.fit(make_model(data), data)
 
 

@@ -219,7 +219,7 @@ class RolloutDataModule(LightningDataModule):
         found = spaces_of(self.spec)
         given = {"num_envs": self.num_envs, "evaluation.num_envs": self.evaluation.num_envs or found.num_agents}
         for name, value in given.items():
-            expected = f"a multiple of the {found.num_agents} agents of {self.spec.env_id}: it counts agents"
+            expected = f"a multiple of the {found.num_agents} agents of {self.spec.env_id}, since each agent is a row"
             check(value % found.num_agents == 0, name, value, expected)
         names = [wrapper["class_path"] for wrapper in self.spec.training_wrappers]
         if names and (other := spaces_of(self.eval_spec)) != found:

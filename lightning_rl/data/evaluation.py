@@ -137,7 +137,7 @@ class Evaluator:
     ) -> list[Episode]:
         """Play `num_episodes` whole episodes, numbered from `first_number`; see `run_episodes` for other arguments.
 
-        All seeds derive from `path`, a path in the tree of seeds. Environments with several agents are whole copies.
+        All seeds derive from `path`, a path in the tree of seeds. Copies with several agents are complete.
         """
         num_envs = min(num_episodes, self.num_envs or max(_MAX_ENVIRONMENTS, num_agents) // num_agents * num_agents)
         if not num_envs:

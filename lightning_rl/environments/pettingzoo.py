@@ -50,7 +50,7 @@ class ParallelEnvVector(VectorEnv):
         self.agents = list(first.possible_agents)
         num_agents = len(self.agents)
         num_envs = num_agents if num_envs == 1 else num_envs
-        expected = f"a multiple of the {num_agents} agents of {first}: it counts agents"
+        expected = f"a multiple of the {num_agents} agents of {first}, since each agent is a row"
         check(num_envs % num_agents == 0, "num_envs", num_envs, expected)
         self.metadata = {**self.metadata, NUM_AGENTS: num_agents}
         check(state in ("joint", "environment", None), "env.kwargs.state", state, "joint, environment or None")

@@ -150,12 +150,12 @@ def refuse_automatic_optimization(trainer: Trainer) -> None:
 
 
 def check_monitors(trainer: Trainer) -> None:
-    """Check that callbacks that monitor a return look for its maximum; the default of Lightning's is the minimum."""
+    """Check that callbacks that monitor a return have `mode="max"`; Lightning's default is `min`."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         monitor, mode = getattr(callback, "monitor", None), getattr(callback, "mode", "max")
         is_return = isinstance(monitor, str) and "episode_return" in monitor
         field = f"trainer.callbacks: {type(callback).__name__}.mode"
-        check(mode == "max" or not is_return, field, mode, f"'max', since {monitor} is better the larger it is")
+        check(mode == "max" or not is_return, field, mode, f"'max', since larger values of {monitor} are better")
 
 
 _MODEL_PARALLEL = (
