@@ -70,9 +70,12 @@ class BehaviourCloning(OnPolicyAlgorithm):
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
         self.normalizers.begin(rollout)
-        if (weights := self.checked_weights(rollout)) is None:
-            return rollout.flatten(**per_step)
-        return rollout.flatten(weights != 0, weights=weights, **per_step)
+        weights = self.checked_weights(rollout)
+        unused = rollout.values  # neither advantages nor returns decide which steps count
+        rows, weights = self.estimator.counted_steps(rollout, unused, unused, weights)
+        if weights is not None:
+            per_step["weights"] = weights
+        return rollout.flatten(rows, **per_step)
 
     def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
         return super().frozen_parameters("actor")

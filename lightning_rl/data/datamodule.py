@@ -211,7 +211,7 @@ class RolloutDataModule(LightningDataModule):
 
     @property
     def num_agents(self) -> int:
-        """Number of agents, each with a row of its own, in one copy of the environment; 1 without PettingZoo."""
+        """Number of agents in one copy of the environment, one row for each; 1 without PettingZoo."""
         return self._spaces.num_agents
 
     @cached_property

@@ -50,7 +50,7 @@ DEFAULT_STEP_TIMEOUT = 120.0
 
 
 class Spaces(NamedTuple):
-    """Spaces of one environment, and the number of agents, each with a row of its own, in one copy of it."""
+    """Spaces of one environment, and the number of agents in one copy of it, one row for each."""
 
     observation: spaces.Space[Any]
     action: spaces.Space[Any]
