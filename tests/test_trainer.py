@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_rl import (
     A2C,
     PPO,
+    EnvStepCheckpoint,
     EnvStepLimit,
     LastCheckpoint,
     OffPolicyPPG,
@@ -424,6 +425,17 @@ def test_callbacks_that_look_for_the_smallest_return_are_refused(callback):
     data = make_data()
     trainer = make_trainer(callbacks=[callback("val/episode_return")], enable_checkpointing=True)
     with pytest.raises(ConfigurationError, match="expected 'max', since larger values of val"):
+        trainer.fit(make_model(data), data)
+
+
+@pytest.mark.parametrize(
+    "callback", [EarlyStopping, lambda *given, **more: EnvStepCheckpoint(64, None, "best", *given, **more)]
+)
+def test_callbacks_that_wait_for_a_validation_that_never_comes_are_refused(callback):
+    data = make_data()
+    best = callback("val/episode_return", mode="max")
+    trainer = make_trainer(callbacks=[best], enable_checkpointing=True, limit_val_batches=0)
+    with pytest.raises(ConfigurationError, match=r"monitor=.val/episode_return. is .*logged in training"):
         trainer.fit(make_model(data), data)
 
 

@@ -150,12 +150,14 @@ def refuse_automatic_optimization(trainer: Trainer) -> None:
 
 
 def check_monitors(trainer: Trainer) -> None:
-    """Check that callbacks that monitor a return have `mode="max"`; Lightning's default is `min`."""
+    """Check that callbacks monitor a value that is logged, and a return with `mode="max"`; the default is `min`."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        monitor, mode = getattr(callback, "monitor", None), getattr(callback, "mode", "max")
-        is_return = isinstance(monitor, str) and "episode_return" in monitor
-        field = f"trainer.callbacks: {type(callback).__name__}.mode"
-        check(mode == "max" or not is_return, field, mode, f"'max', since larger values of {monitor} are better")
+        monitor, mode = getattr(callback, "monitor", None) or "", getattr(callback, "mode", "max")
+        field, is_return = f"trainer.callbacks: {type(callback).__name__}", "episode_return" in monitor
+        expected = f"'max', since larger values of {monitor} are better"
+        check(mode == "max" or not is_return, f"{field}.mode", mode, expected)
+        validates = trainer.limit_val_batches != 0 or not monitor.startswith("val/")
+        check(validates, f"{field}.monitor", monitor, "a value that is logged in training, since nothing is validated")
 
 
 _MODEL_PARALLEL = (
