@@ -70,9 +70,7 @@ class BehaviourCloning(OnPolicyAlgorithm):
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
         self.normalizers.begin(rollout)
-        weights = self.checked_weights(rollout)
-        unused = rollout.values  # neither advantages nor returns decide which steps count
-        rows, weights = self.estimator.counted_steps(rollout, unused, unused, weights)
+        rows, weights = self.estimator.counted_steps(rollout, self.checked_weights(rollout))
         if weights is not None:
             per_step["weights"] = weights
         return rollout.flatten(rows, **per_step)

@@ -36,8 +36,10 @@ class TFAgentsEstimator(AdvantageEstimator):
     """Computes advantages and returns like TF-Agents; see `TFAgentsPPO`."""
 
     def batch(self, rollout: Rollout, weights: Tensor | None = None, **per_step: Nested) -> Batch:
-        """Return the steps of a rollout; means divide by their number for all weights."""
+        """Return the steps of a rollout; means divide by the number of all, also of those with weight 0."""
         batch = super().batch(rollout, weights, **per_step)
+        learned = (batch.returns != 0) | (batch.advantages != 0)
+        batch = batch.replace(weights=batch.weights * learned)
         batch.counts_all_rows = True
         return batch
 
@@ -56,15 +58,11 @@ class TFAgentsEstimator(AdvantageEstimator):
         padding = torch.zeros_like(rollout.values[:1])
         return torch.cat([advantages, padding]), torch.cat([returns, padding])
 
-    def counted_steps(
-        self, rollout: Rollout, advantages: Tensor, returns: Tensor, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return all steps, with weight 0 for steps that are not learned from."""
-        counts = (returns != 0) | (advantages != 0)
-        if rollout.valid is not None:
-            counts &= rollout.valid
-        counted = counts.to(advantages.dtype)
-        return torch.ones_like(counts), counted if weights is None else counted * weights
+    def counted_steps(self, rollout: Rollout, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return all steps, with weight 0 for steps that are not valid."""
+        weights = torch.ones_like(rollout.values) if weights is None else weights
+        counted = weights if rollout.valid is None else weights * rollout.valid
+        return torch.ones_like(counted, dtype=torch.bool), counted
 
     def standardize(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return `(x - mean) / √(population variance + 1e-8)` of each part, over the entries of all ranks."""

@@ -47,7 +47,7 @@ class AdvantageEstimator:
         if self.recompute_values:
             rollout = with_recomputed_values(self.policy, rollout)
         advantages, returns = self.advantages_and_returns(rollout)
-        rows, weights = self.counted_steps(rollout, advantages, returns, weights)
+        rows, weights = self.counted_steps(rollout, weights)
         if weights is not None:
             per_step["weights"] = weights
         batch = rollout.flatten(rows, advantages=advantages, returns=returns, **per_step)
@@ -75,9 +75,7 @@ class AdvantageEstimator:
         rewards, discounts = self.normalizers.rewards(rollout), rollout.discounts(self.gamma, self.on_truncation)
         return rl.gae(rewards, rollout.values, rollout.next_values, discounts, rollout.traces(lambda_))
 
-    def counted_steps(
-        self, rollout: Rollout, advantages: Tensor, returns: Tensor, weights: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def counted_steps(self, rollout: Rollout, weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the mask of steps to learn from (None: all), and their weights (None: equal)."""
         if weights is None:
             return rollout.valid, None

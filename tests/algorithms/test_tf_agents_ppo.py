@@ -569,5 +569,5 @@ def test_returns_advantages_and_masks_match_tf_agents(case):
     advantages, returns = model.estimator.advantages_and_returns(rollout)
     torch.testing.assert_close(advantages.T, case["advantages"], **CLOSE)
     torch.testing.assert_close(returns.T, case["returns"], **CLOSE)
-    _, weights = model.estimator.counted_steps(rollout, advantages, returns, None)
+    weights = model.estimator.batch(rollout).weights.view_as(advantages)
     torch.testing.assert_close(weights.T, torch.as_tensor(case["mask"], dtype=torch.float32))
