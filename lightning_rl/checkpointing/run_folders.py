@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from lightning.pytorch import Callback
@@ -28,6 +29,8 @@ CHECKPOINTS = "checkpoints"
 CONFIG = "config.yaml"
 """Configuration of the first start of a run; a resumed run with other options adds `config-2.yaml`, and so on."""
 _CONFIGS = re.compile(r"config(?:-(\d+))?\.yaml")
+KEEP_NEWEST = (None, "step")
+"""Values of `monitor` of callbacks that keep the newest checkpoints, not the best."""
 _SHARED = "LIGHTNING_RL_RUN_DIR"
 _SCHEDULERS = ("SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
@@ -133,19 +136,23 @@ def _is_first_rank() -> bool:
 
 
 def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool = False) -> Path | None:
-    """Return the newest checkpoint of the runs under `root`, or None.
+    """Return a checkpoint of the newest run under `root`, or None.
 
     Args:
         root: Folder of the runs.
         name: `last` for the newest intact checkpoint of any name, with a warning for damaged newer ones; `best` for the
-            newest `best*.ckpt`.
+            one that the first `ModelCheckpoint` of the run with a monitor calls its best.
         resumable: Skip checkpoints that contain only weights.
         nested: Search all folders below `root` for runs.
     """
-    folders = "**/version_*" if nested else "version_*"
-    found = root.glob(f"{folders}/{CHECKPOINTS}/{'*' if name == 'last' else name + '*'}.ckpt")
-    # Of files of the same time, the one with the given name comes first.
-    newest_first = sorted(found, key=lambda path: (path.stat().st_mtime, path.name.startswith(name)), reverse=True)
+    found = root.glob(f"{'**/' if nested else ''}version_*/{CHECKPOINTS}/*.ckpt")
+    newest = _newest_intact(found, resumable or name == "best")
+    return _best_beside(newest) if name == "best" and newest is not None else newest
+
+
+def _newest_intact(found: Iterable[Path], resumable: bool) -> Path | None:
+    # Of files of the same time, `last.ckpt` comes first.
+    newest_first = sorted(found, key=lambda path: (path.stat().st_mtime, path.name.startswith("last")), reverse=True)
     damaged: list[tuple[Path, DamagedFileError]] = []
     for path in newest_first:
         if damaged and path.parent != damaged[0][0].parent:
@@ -153,8 +160,6 @@ def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool
         try:
             check_intact(path, "ckpt_path", "an intact checkpoint")
         except DamagedFileError as error:
-            if name == "best":
-                raise
             damaged.append((path, error))
             continue
         if resumable and _has_only_weights(path):
@@ -164,6 +169,18 @@ def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool
         return path
     if damaged:
         raise damaged[0][1]
+    return None
+
+
+def _best_beside(newest: Path) -> Path | None:
+    """Return the best checkpoint according to the newest one of a run, or None; the run may have been moved."""
+    for state in read_checkpoint(newest, mapped=True).get("callbacks", {}).values():
+        if state.get("best_model_path") and state.get("monitor") not in KEEP_NEWEST:
+            given = Path(state["best_model_path"])
+            beside = newest.parent / given.name
+            best = beside if beside.exists() else given
+            check_intact(best, "ckpt_path", "an intact checkpoint")
+            return best
     return None
 
 
@@ -191,12 +208,9 @@ def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
 
 
 def default_checkpoints(folder: Path, given: list[Callback], validates: bool) -> list[Callback]:
-    """Return callbacks that save the last checkpoint and, unless `given` monitors another value, the best one.
-
-    A `LastCheckpoint` in `given` without its own folder saves to `folder`, where `--ckpt_path last` looks for it.
-    """
+    """Return callbacks that save the last checkpoint and, unless `given` monitors another value, the best one."""
     added: list[Callback] = []
-    for callback in given:
+    for callback in given:  # `--ckpt_path last` looks in `folder`
         if isinstance(callback, LastCheckpoint) and callback.dirpath is None:
             callback.dirpath = str(folder)
     monitors = any(isinstance(callback, ModelCheckpoint) and callback.monitor is not None for callback in given)

@@ -37,13 +37,14 @@ from lightning_rl.cli.parser import (
 )
 from lightning_rl.distributed import end_all_ranks, world_size
 from lightning_rl.files import check_intact, read_yaml, relative
+from lightning_rl.options import default_groups
 from lightning_rl.tools.curves import RUN_FOLDER, changes
 from lightning_rl.tools.hub import pull_from_hub, push_to_hub
 from lightning_rl.tools.plots import draw_runs
 from lightning_rl.tools.trained import config_of, export_checkpoint
 from lightning_rl.training.checks import check_strategy
 from lightning_rl.training.warning_filters import filter_command_line_warnings
-from lightning_rl.validation import ConfigurationError, as_list, check_positive_int
+from lightning_rl.validation import ConfigurationError, as_list, check, check_positive_int, import_class
 
 FUNCTIONS: dict[str, Any] = {"export": export_checkpoint, "plot": draw_runs, "pull": pull_from_hub, "push": push_to_hub}
 """The commands that run no Trainer; the parameters of their functions are the options."""
@@ -51,8 +52,6 @@ DEFAULT_ENV_STEPS = 1_000_000
 """Environment steps of a run without another limit."""
 _FEW_PARAMETERS = 100_000
 """Policies with at most this number of parameters compute fastest on one CPU thread."""
-_KEEP_NEWEST = (None, "step")
-"""Values of `monitor` of callbacks that keep the newest checkpoints, not the best."""
 
 
 class SaveConfig(SaveConfigCallback):
@@ -126,7 +125,7 @@ class OnPolicyCLI(LightningCLI):
         name = path = config.ckpt_path
         if name in ("last", "best"):
             path = run_folders.find_checkpoint(self._root, name, resumable=self._fits)
-            missing = f"ckpt_path={name!r}: there is no checkpoint under {self._root}"
+            missing = f"ckpt_path={name!r}: there is no {name} checkpoint under {self._root}"
             if path is None and not self._fits:
                 raise ConfigurationError(missing)
             if path is None:
@@ -147,6 +146,10 @@ class OnPolicyCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Refuse settings that cannot be trained or do not fit the checkpoint, before anything is written."""
+        model = self.config[self.config.subcommand].model
+        if "class_path" in model:
+            for group in default_groups(import_class("model", model.class_path, OnPolicyAlgorithm)):
+                check(model.init_args[group] is not None, f"model.{group}", None, "a dict of its options")
         super().instantiate_classes()
         self._set_num_threads()
         if isinstance(handler := signal.getsignal(signal.SIGTERM), EarlyTermination):
@@ -208,7 +211,8 @@ class OnPolicyCLI(LightningCLI):
         given: list[Callback] = as_list(config.callbacks)
         callbacks = [*given, *self._default_callbacks(config, given)]
         # The best checkpoint is saved first, and `last.ckpt` after all others, so it is the newest.
-        callbacks.sort(key=lambda c: (isinstance(c, LastCheckpoint), getattr(c, "monitor", "") in _KEEP_NEWEST))
+        newest = run_folders.KEEP_NEWEST
+        callbacks.sort(key=lambda c: (isinstance(c, LastCheckpoint), getattr(c, "monitor", "") in newest))
         try:
             # `PolicySummary` replaces the summary of Lightning.
             return super().instantiate_trainer(callbacks=callbacks, enable_model_summary=False, **kwargs)
@@ -257,7 +261,7 @@ class OnPolicyCLI(LightningCLI):
             lines.append(f"  log:         {relative(self.trainer.log_dir)}")
         for saver in self._savers()[:1]:
             metric = "validation return" if saver.monitor == "val/episode_return" else saver.monitor
-            best = saver.monitor not in _KEEP_NEWEST and saver.best_model_score is not None
+            best = saver.monitor not in run_folders.KEEP_NEWEST and saver.best_model_score is not None
             why = f" (best {metric}: {saver.best_model_score:.4g})" if best else ""
             lines.append(f"  checkpoint:  {relative(saver.best_model_path)}{why}")
             lines.append(f"  next:        lightning-rl test {self._options_of(saver)}")

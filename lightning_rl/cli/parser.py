@@ -19,6 +19,8 @@ from jsonargparse import (  # type: ignore[attr-defined]
     ArgumentError,
     ArgumentParser,
     DefaultHelpFormatter,
+    get_loader,
+    set_loader,
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, Trainer
@@ -93,6 +95,22 @@ _FIRST_OPTIONS = {
 }
 """Options that `--help` lists."""
 say = rank_zero_only(partial(print, flush=True))
+
+
+_YAML = "yaml_with_none"
+
+
+def _load_yaml(text: str) -> Any:  # noqa: ANN401
+    """Return the content of YAML in which `None` means null: the parser writes null in nested options as None."""
+
+    def replaced(x: Any) -> Any:  # noqa: ANN401
+        if isinstance(x, dict):
+            return {key: replaced(value) for key, value in x.items()}
+        if isinstance(x, list):
+            return [replaced(value) for value in x]
+        return None if x == "None" else x
+
+    return replaced(get_loader("yaml")(text))
 
 
 def run_options(
@@ -182,8 +200,10 @@ class CommandParser(LightningArgumentParser):
         cls.given, cls.folder = arguments, Path.cwd()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
+        set_loader(_YAML, _load_yaml)
         # Abbreviated options are refused, as in a configuration.
-        super().__init__(*args, **{"prog": "lightning-rl", "allow_abbrev": False, **kwargs})
+        defaults = {"prog": "lightning-rl", "allow_abbrev": False, "parser_mode": _YAML}
+        super().__init__(*args, **{**defaults, **kwargs})
 
     def add_class_arguments(self, theclass: Any, nested_key: str | None = None, *args: Any, **kwargs: Any) -> list[str]:  # noqa: ANN401
         """Add the options of a class; `--model.help` leaves out the spaces, which the data give."""

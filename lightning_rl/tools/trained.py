@@ -100,7 +100,7 @@ def find_trained(given: str | Path, config: str | Path | None = None) -> Path:
     root = RUNS if config is None else _root_of(config_file(config))
     path = find_checkpoint(root, str(given), nested=config is None)
     if path is None:
-        raise ConfigurationError(f"ckpt_path={given!r}: there is no checkpoint under {root}")
+        raise ConfigurationError(f"ckpt_path={given!r}: there is no {given} checkpoint under {root}")
     return path
 
 

@@ -93,18 +93,38 @@ def test_only_first_external_rank_makes_a_folder(tmp_path, monkeypatch, told, ma
     assert [path.name for path in tmp_path.iterdir()] == ["version_0"] * makes_it
 
 
-def test_last_is_newest_checkpoint_and_best_newest_best(tmp_path):
+def test_last_is_newest_checkpoint(tmp_path):
     assert find_checkpoint(tmp_path, "last") is None
-    write(tmp_path / "version_0/checkpoints/best-step=10.ckpt", 100)
     write(tmp_path / "version_0/checkpoints/last.ckpt", 400)
-    best = write(tmp_path / "version_1/checkpoints/best-step=20.ckpt", 200)
     last = write(tmp_path / "version_1/checkpoints/last.ckpt", 500)
     write(tmp_path / "elsewhere/last.ckpt", 900)
     write(tmp_path / "version_1/last.ckpt", 900)
     assert find_checkpoint(tmp_path, "last") == last
-    assert find_checkpoint(tmp_path, "best") == best
     newer = write(tmp_path / "version_0/checkpoints/step=30.ckpt", 600)
     assert find_checkpoint(tmp_path, "last") == newer
+
+
+def write_run(folder, time, best="best-step=10.ckpt", monitor="val/episode_return"):
+    """The checkpoints of a run whose callback monitors a value; return the best one, which is not the newest."""
+    ours = {"lightning_rl": {"format": FORMAT, "env_steps": 10}, "optimizer_states": []}
+    states = {"Last": {"monitor": None, "best_model_path": str(folder / "last.ckpt")}}
+    states["Best"] = {"monitor": monitor, "best_model_path": str(folder / best)}
+    found = write(folder / best, time)
+    write(folder / "best-step=20.ckpt", time + 1)
+    write(folder / "last.ckpt", time + 2, callbacks=states, **ours)
+    return found
+
+
+def test_best_is_what_the_callback_of_the_newest_run_calls_its_best(tmp_path):
+    assert find_checkpoint(tmp_path, "best") is None
+    older = write_run(tmp_path / "version_0/checkpoints", 100)
+    assert find_checkpoint(tmp_path, "best") == older
+    newer = write_run(tmp_path / "version_1/checkpoints", 200, "top-step=10.ckpt")
+    assert find_checkpoint(tmp_path, "best") == newer
+    (tmp_path / "version_1").rename(tmp_path / "version_2")
+    assert find_checkpoint(tmp_path, "best") == tmp_path / "version_2/checkpoints/top-step=10.ckpt"
+    write_run(tmp_path / "version_3/checkpoints", 300, "step=10.ckpt", monitor="step")
+    assert find_checkpoint(tmp_path, "best") is None  # an older run is not meant
 
 
 def test_weights_only_checkpoints_are_skipped_when_resuming(tmp_path):
@@ -143,8 +163,7 @@ def test_last_falls_back_to_newest_intact_checkpoint_with_warning(tmp_path):
 
 
 def test_damaged_best_checkpoint_raises(tmp_path):
-    write(tmp_path / "version_0/checkpoints/best-step=10.ckpt", 100)
-    best = flip_a_bit(write(tmp_path / "version_0/checkpoints/best-step=20.ckpt", 200), "data.pkl")
+    best = flip_a_bit(write_run(tmp_path / "version_0/checkpoints", 100), "data.pkl")
     with pytest.raises(DamagedFileError, match=f"ckpt_path='{best}' is damaged"):
         find_checkpoint(tmp_path, "best")
 

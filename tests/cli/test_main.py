@@ -216,6 +216,25 @@ def test_a_number_of_environment_steps_may_be_written_as_a_float(capsys, given):
     assert configuration(capsys, "fit", *SMALL, "--config=b.yaml", "--max_env_steps=null")["max_env_steps"] is None
 
 
+def test_null_takes_back_a_nested_option_of_a_configuration(capsys):
+    content = {"policy": {"memory": "lstm"}, "optimizer": {"max_grad_norm": 0.3, "options": {"fused": True}}}
+    Path("a.yaml").write_text(yaml.safe_dump({"model": {"class_path": "PPO", "init_args": content}}))
+    names = ("policy.memory", "optimizer.max_grad_norm", "optimizer.options.fused")
+    changes = [f"--model.{name}=null" for name in names]
+    model = configuration(capsys, "fit", *SMALL, "--config=a.yaml", *changes)["model"]["init_args"]
+    assert (model["policy"]["memory"], model["optimizer"]["max_grad_norm"]) == (None, None)
+    assert model["optimizer"]["options"] == {"fused": None}
+    memory = "--model.policy.memory={kind: gru, separate: null}"
+    model = configuration(capsys, "fit", *SMALL, "--model=PPO", memory)["model"]["init_args"]
+    assert model["policy"]["memory"] == {"kind": "gru", "separate": None}
+
+
+@pytest.mark.parametrize("group", ["policy", "optimizer"])
+def test_null_for_a_group_of_options_is_one_message(capsys, group):
+    message = refused(capsys, "fit", *SMALL, "--model=PPO", f"--model.{group}=null")
+    assert message == f"model.{group}=None is not valid: expected a dict of its options"
+
+
 def test_configurations_compose_and_the_command_line_wins(capsys, as_typed):
     Path("b.yaml").write_text("data:\n  num_envs: 3\nmodel:\n  init_args:\n    gamma: 0.5\n    clip_range: 0.3\n")
     config = configuration(
@@ -852,7 +871,7 @@ def test_a_checkpoint_of_another_environment_is_refused_and_nothing_is_written(c
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_evaluation_needs_the_checkpoint_that_it_asks_for(capsys, command, name):
     message = refused(capsys, command, *SMALL, f"--ckpt_path={name}")
-    assert message == f"ckpt_path='{name}': there is no checkpoint under runs/ppo/CartPole-v1"
+    assert message == f"ckpt_path='{name}': there is no {name} checkpoint under runs/ppo/CartPole-v1"
 
 
 BROKEN = """

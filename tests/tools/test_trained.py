@@ -76,16 +76,18 @@ def test_last_and_best_find_newest_checkpoints(checkpoint, in_tmp_path):
     """Paths are returned unchanged, whether or not they exist."""
     assert find_trained("some.ckpt") == Path("some.ckpt")
     for word, where in (("last", {}), ("best", {"config": "ppo/acrobot"})):
-        with pytest.raises(ConfigurationError, match=f"ckpt_path='{word}': there is no checkpoint under runs"):
+        with pytest.raises(ConfigurationError, match=f"ckpt_path='{word}': there is no {word} checkpoint under runs"):
             find_trained(word, **where)
     paths = [
         Path(f"{root}/version_0/checkpoints/{name}.ckpt")
         for root in ("runs/ppo/CartPole-v1", "runs/impala/CartPole-v1", "own")
         for name in ("best-step=32", "last")
     ]
+    content = torch.load(checkpoint, weights_only=True)
+    content["callbacks"] = {"Best": {"monitor": "val/episode_return", "best_model_path": str(paths[0])}}
     for time, path in enumerate(paths):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(checkpoint.read_bytes())
+        torch.save(content, path)
         os.utime(path, (time, time))
     assert [find_trained(word) for word in ("best", "last")] == paths[2:4]
     assert [find_trained(word, "ppo/cartpole") for word in ("best", "last")] == paths[:2]
@@ -263,7 +265,7 @@ def test_command_errors_are_one_line(capsys, monkeypatch, in_tmp_path):
     for command in (["push", "me/cart"], ["export", "--ckpt_path=last"]):  # `last` is the default
         with pytest.raises(SystemExit):
             main([*command, "--config=ppo/cartpole"])
-        assert "there is no checkpoint under runs/ppo/CartPole-v1" in capsys.readouterr().err
+        assert "there is no last checkpoint under runs/ppo/CartPole-v1" in capsys.readouterr().err
 
 
 def test_export_folder_is_checked_before_playing_episodes(capsys, monkeypatch, in_tmp_path):
