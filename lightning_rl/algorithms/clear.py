@@ -76,7 +76,7 @@ class CLEAR(IMPALA):
         if len(self.kept):
             earlier, old = self.kept.gather(self.draw(rollout.shape[1]))
             earlier, old = earlier.to(self.device), map_leaves(lambda x: x.to(self.device), old)
-            steps.replayed = unroll(earlier, self.checked_weights(earlier), **old)
+            steps.replayed = unroll(earlier, earlier.weights, **old)
             set_common_weight([part.batch for part in steps.parts])
         self.learn(steps)
         self.store_rollout(steps)
@@ -117,6 +117,7 @@ class CLEAR(IMPALA):
 
         stored = copy.copy(rollout)
         stored.values = on_grid(steps.estimates.values, places, rollout.values)
+        stored.weights = on_steps(steps.batch.weights) if "weights" in steps.batch.fields else None
         self.kept.append(stored, self.generator, old_distribution=map_leaves(on_steps, steps.distributions))
         self.steps.observe(
             replay_bytes=torch.tensor(float(self.kept.num_bytes), device=self.device),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -143,6 +144,8 @@ class CriticPretraining(OnPolicyAlgorithm):
     def update(self, rollout: Rollout) -> None:
         batch = self.batch(rollout)
         if self.replay_ratio:
+            rollout = copy.copy(rollout)
+            rollout.weights = self.checked_weights(rollout)  # replayed steps keep these weights
             batch = self.with_replay(rollout, batch)
         for minibatch in self.minibatches(batch, self.num_epochs, self.num_minibatches):
             self.descend(self.loss, minibatch)
@@ -158,7 +161,7 @@ class CriticPretraining(OnPolicyAlgorithm):
         both = self.kept.beside(rollout, self.kept.draw(self.replay_ratio * num_new, self.generator))
         both = with_recomputed_values(self.policy, both.to(self.device))
         is_new = (torch.arange(both.shape[1], device=self.device) < num_new).expand(both.shape)
-        return self.estimator.batch(both, self.checked_weights(both), is_new=is_new)
+        return self.estimator.batch(both, both.weights, is_new=is_new)
 
     def loss(self, batch: Batch) -> Loss:
         distribution, values = self.actor_critic(batch)

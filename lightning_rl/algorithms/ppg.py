@@ -267,8 +267,11 @@ class PPG(PPO):
         for name in ("values", "returns", *({"weights"} & batch.fields.keys())):
             x: Tensor = batch.fields[name]
             fields[name] = on_grid(x, batch.places, x.new_zeros(rollout.shape))
-        starts = None if rollout.memory is None else rollout.starts
-        self.kept.append(fields, rollout.valid, starts, rollout.memory, rollout.burn_in)
+        valid, starts = rollout.valid, None if rollout.memory is None else rollout.starts
+        if "weights" in batch.fields:  # steps of weight 0 are in no minibatch, unless memory passes through them
+            in_batch = torch.ones_like(batch.places, dtype=torch.bool)
+            valid = on_grid(in_batch, batch.places, in_batch.new_zeros(rollout.shape))
+        self.kept.append(fields, valid, starts, rollout.memory, rollout.burn_in)
         self.observe_rollout(batch)
 
     def observe_rollout(self, batch: Batch) -> None:
@@ -321,13 +324,15 @@ class PPG(PPO):
     @torch.no_grad()
     def observe_divergence(self) -> None:
         """Log the mean KL(old ‖ new) over the stored steps after the auxiliary phase."""
-        rows = Batch({"addresses": self.kept.steps()})
+        addresses = self.kept.steps()
+        rows = Batch({"addresses": addresses, **self.kept.gather(addresses, only="weights")})
         set_global_weights([rows])
         total = torch.zeros((), device=self.device)
         for _, minibatch in self._stored_minibatches(torch.arange):
             distribution, _ = self.actor_critic(minibatch)
-            total = total + self.divergence(minibatch, distribution).sum()
-        self.steps.observe(kl=total * rows.weight)
+            minibatch.weight = rows.weight
+            total = total + minibatch.mean(self.divergence(minibatch, distribution))
+        self.steps.observe(kl=total)
 
     def to_device(self, x: Tensor) -> Tensor:
         return x.to(self.device, non_blocking=True)

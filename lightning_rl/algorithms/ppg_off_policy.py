@@ -87,6 +87,8 @@ class OffPolicyPPG(PPG):
         name = "num_minibatches" if self.minibatch_size is None else "minibatch_size"
         fits = getattr(self, name) <= batch_size
         check(fits, name, getattr(self, name), f"no more than batch_size={batch_size}")
+        divides = self.minibatch_size is None or batch_size % self.minibatch_size == 0
+        check(divides, "minibatch_size", self.minibatch_size, f"a divisor of batch_size={batch_size}")
         self.sources = {name: UseLimitedBuffer(size, limits[name]) for name, size in sizes.items()}
         self.replays.update(self.sources)
 

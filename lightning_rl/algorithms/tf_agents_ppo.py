@@ -87,7 +87,7 @@ class TFAgentsPPO(PPOKLPenalty):
       bootstraps from its own value instead of the last one.
     * Time limits are terminal states.
     * Resets, last steps, and steps with return and advantage of exactly 0 have weight 0, but means divide by the number
-      of all steps, and all steps enter the standardization of advantages and the normalizers.
+      of all steps, and all steps enter standardization and normalizers (resets do not with `policy.memory`).
     * Advantages are standardized with the population variance plus 1e-8.
     * The initial variances of the normalizers of observations (unless `initial_variance` is given) and rewards are 0,
       so that the first values are multiplied by 31.6 and clipped.

@@ -59,10 +59,13 @@ def load_episodes(source: str | Path) -> list[Episode]:
     content = load_plain(source, "episodes", expected)
     check(isinstance(content, dict) and "episodes" in content, "episodes", str(source), expected)
     arrays = ("observations", "actions", "rewards")
-    return [
-        Episode(**fields | {name: map_leaves(np.asarray, fields[name]) for name in arrays})
-        for fields in content["episodes"]
-    ]
+    try:
+        return [
+            Episode(**fields | {name: map_leaves(np.asarray, fields[name]) for name in arrays})
+            for fields in content["episodes"]
+        ]
+    except (KeyError, TypeError):
+        raise ConfigurationError(f"episodes={str(source)!r} is not valid: expected {expected}") from None
 
 
 def _checked(episodes: Sequence[Episode]) -> Sequence[Episode]:
@@ -82,18 +85,37 @@ def _checked(episodes: Sequence[Episode]) -> Sequence[Episode]:
 
 
 def _actions_of_space(space: spaces.Space[Any], taken: Nested) -> Nested:
-    """Return recorded actions in the units of a space, or raise a `ConfigurationError` for choices it does not have."""
+    """Return recorded actions in the units of a space, or raise a `ConfigurationError` for what is none of it."""
     actions = from_environment(space, taken)
 
-    def check_choices(path: str, leaf: spaces.Space[Any]) -> None:
+    def check_leaf(path: str, leaf: spaces.Space[Any]) -> None:
+        chosen, given = part_at(actions, path), np.asarray(part_at(taken, path))
+        valid, expected = np.isfinite(chosen).all(), "finite numbers"
         if has_choices(leaf):
-            chosen, limits = part_at(actions, path), num_choices(leaf)
-            exist = np.asarray(part_at(taken, path)).dtype.kind in "iub" and (chosen >= 0).all()
-            name = f"episodes: actions {path}".rstrip()
-            check(bool(exist and (chosen < limits).all()), name, part_at(taken, path), f"integers in {leaf}")
+            are_integers = given.dtype.kind in "iub" and len(chosen) == len(given)
+            valid = are_integers and (chosen >= 0).all() and (chosen < num_choices(leaf)).all()
+            expected = f"integers in {leaf}, one action a step"
+        check(bool(valid), f"episodes: actions {path}".rstrip(), given, expected)
 
-    map_paths(check_choices, space)
+    map_paths(check_leaf, space)
     return actions
+
+
+def _check_observations(space: spaces.Space[Any], seen: Nested, converted: Nested) -> None:
+    """Raise a `ConfigurationError` for observations that are not finite, or changed by conversion to their dtype."""
+
+    def check_leaf(path: str, leaf: spaces.Space[Any]) -> None:
+        given, x = part_at(seen, path), part_at(converted, path)
+        is_float = x.dtype.kind == "f"
+        valid = {"finite numbers": np.isfinite(x)} if is_float else {f"numbers that are exact in {x.dtype}": x == given}
+        if isinstance(leaf, spaces.Discrete | spaces.MultiDiscrete):
+            number = leaf.n if isinstance(leaf, spaces.Discrete) else leaf.nvec
+            valid[f"integers in {leaf}"] = (x >= leaf.start) & (x < leaf.start + number)
+        for expected, are_valid in valid.items():
+            if not are_valid.all():
+                check(False, f"episodes: observations {path}".rstrip(), float(given[~are_valid][0]), expected)
+
+    map_paths(check_leaf, space)
 
 
 class RecordedEpisodes(RolloutDataModule):
@@ -128,13 +150,16 @@ class RecordedEpisodes(RolloutDataModule):
         try:
             observations = [map_leaves(lambda x: x[:-1], episode.observations) for episode in found]
             dtypes = map_space(lambda leaf: leaf.dtype, self.observation_space)
-            observations = map_leaves(
-                lambda dtype, x: x.astype(dtype), dtypes, map_stacked(np.concatenate, observations)
-            )
+            seen = map_stacked(np.concatenate, observations)
+            observations = map_leaves(lambda dtype, x: x.astype(dtype), dtypes, seen)
+            _check_observations(self.observation_space, seen, observations)
             taken = map_stacked(np.concatenate, [episode.actions for episode in found])
             actions = _actions_of_space(self.action_space, taken)
-            fits = self.observation_space.contains(map_leaves(lambda x: x[0], observations))
-            check(fits, "episodes", "observations", "observations of the environment's space")
+            first = map_leaves(lambda x: x[0], observations)
+            fits = self.observation_space.contains(first)
+            check(fits, "episodes: observations", first, f"observations in {self.observation_space}")
+        except ConfigurationError:
+            raise
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ConfigurationError(
                 f"episodes do not fit the spaces of {env_id} ({error}): expected {self.observation_space} and "

@@ -67,8 +67,8 @@ class Normalizers:
         check(not both, "normalization.rewards", normalize_rewards, "false beside reward_scale or reward_clip")
 
     def begin(self, rollout: Rollout) -> None:
-        """Update the statistics before learning from a rollout, if `when` is `before`."""
-        if self.when == "before":
+        """Update the statistics before learning from a rollout, if `when` is `before`; once in an update."""
+        if self.when == "before" and self._undo is None:
             self._undo = self._snapshot()
             self._update(rollout)
 

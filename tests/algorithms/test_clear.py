@@ -56,6 +56,25 @@ def test_replayed_unrolls_have_the_vtrace_targets_of_older_rollouts():
         torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12, msg=name)
 
 
+@pytest.mark.parametrize("given", [None, 1.0])
+def test_replayed_steps_keep_the_weights_of_their_rollout(given):
+    """`step_weights` is not asked again: a replayed rollout lacks what it may need."""
+
+    class Weighted(CLEAR):
+        def step_weights(self, rollout):
+            assert rollout.policy_version >= 0
+            return None if given is None else rollout.rewards.abs() + given
+
+    model, kept = make(Weighted), []
+    rollouts = [random_rollout(model.policy, seed=seed) for seed in range(2)]
+    model.on_train_batch_end = lambda *_: kept.extend(unroll.fields.get("weights") for unroll in model.kept._kept)
+    learn(model, rollouts)
+    assert kept and all((x is None) == (given is None) for x in kept)
+    if given is not None:
+        expected = {tuple((x.abs() + given).tolist()) for rollout in rollouts for x in rollout.rewards.T}
+        assert {tuple(x.tolist()) for x in kept} <= expected
+
+
 def test_cloning_terms_compare_replayed_steps_with_the_learner_of_their_first_update():
     model = make(CLEAR, replay_ratio=0.5, policy_cloning_coef=2.0, value_cloning_coef=3.0)
     rollout = random_rollout(model.policy, off_policy=0.0)

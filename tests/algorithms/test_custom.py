@@ -155,12 +155,18 @@ def test_options_that_a_subclass_fixes_cannot_be_set(in_tmp_path, monkeypatch):
         main(["fit", f"--model={__name__}.FixedPPO", "--data.env_id=CartPole-v1", "--model.clip_range=0.3"])
 
 
-def test_error_in_a_custom_encoder_warns():
-    space = make_data().observation_space
-    with pytest.warns(
-        UserWarning, match=r"^policy.network: .*Narrow failed on 2 random observations of Box.*: mat1 and mat2"
-    ):
-        PPO(space, spaces.Discrete(2), policy={"network": {"class_path": f"{__name__}.Narrow"}})
+def test_error_in_a_custom_encoder_is_an_error_before_training_unless_it_needs_another_device(monkeypatch):
+    space, policy = make_data().observation_space, {"network": {"class_path": f"{__name__}.Narrow"}}
+    failed = r"^policy.network: .*Narrow failed on 2 random observations of Box.*: "
+    with pytest.raises(ConfigurationError, match=failed + "mat1 and mat2"):
+        PPO(space, spaces.Discrete(2), policy=policy)
+
+    def needs_a_gpu(*_):
+        raise RuntimeError("expected a CUDA tensor")
+
+    monkeypatch.setattr(Narrow, "forward", needs_a_gpu)
+    with pytest.warns(UserWarning, match=failed + "expected a CUDA"):
+        PPO(space, spaces.Discrete(2), policy=policy)
 
 
 def test_own_encoder_is_used_by_actor_and_critic():

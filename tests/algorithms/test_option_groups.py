@@ -242,6 +242,10 @@ def test_a_minibatch_size_that_does_not_divide_the_rollout_raises(size):
     with pytest.raises(ConfigurationError, match=expected):
         make_trainer().fit(model, data)
     assert model.env_steps == 0
+    with pytest.raises(
+        ConfigurationError, match=f"^minibatch_size={size} is .* (divisor of|no more than) batch_size=32"
+    ):
+        OffPolicyPPG(VECTOR, DISCRETE, batch_size=32, num_minibatches=None, minibatch_size=size)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """PPG phase by phase: what each changes and leaves alone, keeps and logs."""
 
 import itertools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,21 @@ def test_sequences_of_weight_0_have_no_effect():
     make_trainer(callbacks=[recorder]).fit(model, data)
     assert sum(sizes) == 2 * 2 * 16 and min(sizes) > 0
     assert abs(recorder.rows[-1]["aux_kl"]) < 1e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"aux_sequences": True}])
+def test_steps_of_weight_0_are_in_no_auxiliary_minibatch(options):
+    class LastHalf(PPG):
+        def step_weights(self, rollout: Rollout) -> torch.Tensor:
+            rollout.observations[:8] = torch.nan
+            return (torch.arange(16) >= 8).float().unsqueeze(1).expand(rollout.shape)
+
+    data = make_data(rollouts_per_epoch=1)
+    options = {"num_policy_iterations": 1, "num_aux_epochs": 1, "num_minibatches": 1} | options
+    model = LastHalf(data.observation_space, data.action_space, policy={"hidden_sizes": (8,)}, **options)
+    recorder = Recorder()
+    make_trainer(callbacks=[recorder]).fit(model, data)
+    assert math.isfinite(recorder.rows[-1]["aux_kl"]) and recorder.rows[-1]["aux_cloning_loss"] >= 0
 
 
 # -- the memory

@@ -14,6 +14,7 @@ from gymnasium import spaces
 
 from lightning_rl import PPO, BehaviourCloning, CriticPretraining, RecordedEpisodes, load_episodes, save_episodes
 from lightning_rl.cli.main import main
+from lightning_rl.data.recorded_episodes import _check_observations
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.interface import from_environment, to_environment
 from lightning_rl.rollouts.rollout import Episode
@@ -223,10 +224,12 @@ def test_episodes_must_fit_the_spaces(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"observations": np.zeros((9, 4), np.float32)}, "episodes do not fit"),
+        ({"observations": np.zeros((9, 4), np.float32)}, r"episodes: observations=.* expected observations in Box\(-1"),
         ({"actions": np.full(8, 8)}, r"episodes: actions=array.* expected integers in Discrete\(3, start=5\)"),
         ({"actions": np.full(8, 4)}, "expected integers in Discrete"),
         ({"actions": np.full(8, 6.5)}, "expected integers in Discrete"),
+        ({"actions": np.eye(8, 3, dtype=int) + 5}, r"integers in Discrete\(3, start=5\), one action a step"),
+        ({"observations": np.full((9, 1), np.nan)}, "episodes: observations=.* expected finite numbers"),
         ({"rewards": None}, "episodes='1 episodes' .* observations, actions, rewards"),
         ({"rewards": np.ones(9)}, r"episodes\[0\]: lengths=.* expected 9 actions, as many as rewards"),
         ({"actions": np.full(7, 5)}, r"episodes\[0\]: lengths=.* expected 8 actions"),
@@ -237,6 +240,40 @@ def test_parts_of_an_episode_must_fit_the_spaces_and_each_other(changes, message
     vars(episodes[0]).update(changes)
     with pytest.raises(ConfigurationError, match=message):
         recorded(episodes)
+
+
+@pytest.mark.parametrize(
+    ("space", "value", "expected"),
+    [
+        (spaces.Box(0, 255, (2,), np.uint8), 0.5, "numbers that are exact in uint8"),
+        (spaces.Box(0, 255, (2,), np.uint8), 256, "numbers that are exact in uint8"),
+        (spaces.Discrete(3, start=2), 5, r"integers in Discrete\(3, start=2\)"),
+        (spaces.MultiDiscrete([3, 4]), 3, r"integers in MultiDiscrete\(\[3 4\]\)"),
+    ],
+)
+def test_every_observation_must_be_in_the_space(space, value, expected):
+    """Not only the first one."""
+    given = {"x": np.full((9, *space.shape), 2.0)}
+    given["x"][4] = value
+    converted = map_leaves(lambda x: x.astype(space.dtype), given)
+    with pytest.raises(
+        ConfigurationError, match=rf"^episodes: observations x={float(value)} is .* expected {expected}"
+    ):
+        _check_observations(spaces.Dict(x=space), given, converted)
+
+
+def test_saturation_of_recorded_actions_follows_the_names_of_parts():
+    """The space lists them in another order than the policy, which sorts them."""
+    space = spaces.Dict([("b", spaces.Box(-9, 9, (1,))), ("a", spaces.Box(-1, 1, (2,)))])
+    model = BehaviourCloning(spaces.Box(-1, 1, (1,)), space)
+    actions = {"b": torch.tensor([[5.0]]), "a": torch.tensor([[0.5, 0.5]])}
+    assert not model.policy.action_head.clipped(actions).any()
+
+
+def test_a_file_of_other_content_is_one_error(tmp_path):
+    torch.save({"episodes": [{"observations": torch.zeros(3)}]}, tmp_path / "x.pt")
+    with pytest.raises(ConfigurationError, match=r"x\.pt' is not valid: expected a file that save_episodes wrote"):
+        recorded(tmp_path / "x.pt")
 
 
 def test_cloning_weighs_steps():

@@ -135,17 +135,16 @@ def test_no_algorithm_takes_a_step_without_counted_rows(cls, memory):
 
 @pytest.mark.parametrize("replayed", [False, True])
 def test_clear_can_learn_from_replayed_rows_only(replayed):
-    """All steps of the new rollout have weight 0."""
+    """All steps of the new rollout have weight 0; replayed ones have the weights of their rollout."""
     data = make_data("Pendulum-v1", rollouts_per_epoch=2)
 
     class Late(CLEAR):
         def step_weights(self, rollout: Rollout) -> Tensor | None:
-            none = rollout.policy_version == 1 or (rollout.policy_version < 0 and not replayed)
-            return torch.zeros(rollout.shape) if none else None
+            return torch.zeros(rollout.shape) if rollout.policy_version == 1 or not replayed else None
 
     recorder = Recorder()
     make_trainer(callbacks=[recorder]).fit(Late(data.observation_space, data.action_space), data)
-    assert [row.get("loss") is not None for row in recorder.rows] == [True, replayed]
+    assert [row.get("loss") is not None for row in recorder.rows] == [replayed, replayed]
 
 
 class Doubled(AdvantageEstimator):
@@ -222,6 +221,17 @@ def test_normalizers_are_updated_before_or_after_the_updates(when):
     assert model.policy.observation_normalizer.moments.count == 48  # once
     error = recorder.rows[0]["first_ratio_error"]
     assert error > 1e-4 if when == "before" else error <= 1e-12
+
+
+def test_a_second_batch_of_a_rollout_does_not_update_the_normalizers_again():
+    class Twice(PPO):
+        def update(self, rollout):
+            super().update(rollout)
+            self.batch(rollout)
+
+    model = make(Twice, normalization=NORMALIZED | {"update": "before"})
+    fit(model, random_rollout(model.policy))
+    assert model.policy.observation_normalizer.moments.count == 48
 
 
 @pytest.mark.parametrize("recompute", [False, True])

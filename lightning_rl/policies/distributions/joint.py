@@ -91,8 +91,10 @@ class JointHead(nn.Module):
 
     def clipped(self, actions: Nested, mask: Nested = None) -> Tensor | None:
         """Return which components of actions the environment clips, of all parts with bounds, as one vector."""
-        each = zip(cast(Any, self.heads), leaves(actions), self.paths, strict=True)
-        parts = [head.clipped(x, *self._own(mask, path)) for head, x, path in each if hasattr(head, "clipped")]
+        each = zip(cast(Any, self.heads), self.paths, strict=True)
+        heads = [(head, path) for head, path in each if hasattr(head, "clipped")]
+        # By path: recorded actions may have the parts of a dict in another order.
+        parts = [head.clipped(part_at(actions, path), *self._own(mask, path)) for head, path in heads]
         flags = [part for part in parts if part is not None]
         return torch.cat(flags) if flags else None
 

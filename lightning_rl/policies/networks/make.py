@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -117,9 +118,12 @@ def _custom_encoder(field: str, space: spaces.Space[Any], network: str | ClassSp
         # The check must not change the random numbers of the run.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             features = copy.deepcopy(encoder)(sampled_observations(space, dtype, num_rows=2))
-    except Exception as error:  # the encoder may need another device
-        rank_zero_warn(f"{field}: {name} failed on 2 random observations of {space}: {error}")
-        return encoder
+    except Exception as error:
+        message = f"{field}: {name} failed on 2 random observations of {space}: {error}"
+        if re.search("cuda|gpu|device|backend", str(error), re.IGNORECASE):  # it may need another device than the CPU
+            rank_zero_warn(message)
+            return encoder
+        raise ConfigurationError(message) from error
     found = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
     if found != [2, encoder.out_features]:
         raise ConfigurationError(
