@@ -337,7 +337,8 @@ class OnPolicyAlgorithm(LightningModule):
         value that is neither within the bounds nor a schedule raises a `ConfigurationError`.
         """
         if "schedules" not in vars(self):
-            raise RuntimeError(f"scheduled({name!r}, ...) needs the base class: call super().__init__(...) before it")
+            message = f"scheduled({name!r}, ...) needs the base class: call super().__init__(...) before it"
+            raise ConfigurationError(message)
         return self.schedules.add(name, value, owner, option, **bounds)
 
     def take_options(self, **given: Any) -> None:  # noqa: ANN401 - parameters of a constructor
