@@ -131,7 +131,7 @@ class OnPolicyAlgorithm(LightningModule):
         clock: Environment steps, frames and policy version.
         metrics: Logged values.
         losses: Mean of every recorded term over this rank's minibatches of the last rollout; `train/<name>` in the log.
-        generator: Random generator of the minibatch order, and of what is drawn from replays.
+        generator: Random generator of the minibatch order and of draws from replays.
         replays: Earlier rollouts that this rank keeps, by name; part of checkpoints.
         not_in_checkpoints: Names of replays that checkpoints leave out.
         skipped_updates: Number of consecutive rollouts whose updates were skipped.
@@ -472,7 +472,9 @@ class OnPolicyAlgorithm(LightningModule):
             name, found, expected = "step_weights", tuple(weights.shape), rollout.shape
             name = "rollout.weights" if weights is rollout.weights else name
             check(found == expected, f"{name}: shape", found, f"{expected}, steps and environments of the rollout")
-            check(bool((weights >= 0).all()), name, weights, "numbers of at least 0")
+            counted = weights if rollout.valid is None else weights[rollout.valid]
+            if not (counted >= 0).all():
+                check(False, name, float(counted.min()), "numbers of at least 0")
         return weights
 
     # ------------------------------------------------------------------ acting

@@ -268,9 +268,9 @@ class PPG(PPO):
             x: Tensor = batch.fields[name]
             fields[name] = on_grid(x, batch.places, x.new_zeros(rollout.shape))
         valid, starts = rollout.valid, None if rollout.memory is None else rollout.starts
-        if "weights" in batch.fields:  # steps of weight 0 are in no minibatch, unless memory passes through them
-            in_batch = torch.ones_like(batch.places, dtype=torch.bool)
-            valid = on_grid(in_batch, batch.places, in_batch.new_zeros(rollout.shape))
+        if "weights" in batch.fields:  # steps of weight 0 are left out, except with a recurrent policy
+            valid = torch.zeros(rollout.shape, dtype=torch.bool, device=batch.places.device)
+            valid.view(-1)[batch.places] = True
         self.kept.append(fields, valid, starts, rollout.memory, rollout.burn_in)
         self.observe_rollout(batch)
 

@@ -36,7 +36,7 @@ class TFAgentsEstimator(AdvantageEstimator):
     """Computes advantages and returns like TF-Agents; see `TFAgentsPPO`."""
 
     def batch(self, rollout: Rollout, weights: Tensor | None = None, **per_step: Nested) -> Batch:
-        """Return the steps of a rollout; means divide by the number of all, also of those with weight 0."""
+        """Return all steps of a rollout; means divide by their number, including steps of weight 0."""
         batch = super().batch(rollout, weights, **per_step)
         learned = (batch.returns != 0) | (batch.advantages != 0)
         batch = batch.replace(weights=batch.weights * learned)
@@ -87,7 +87,7 @@ class TFAgentsPPO(PPOKLPenalty):
       bootstraps from its own value instead of the last one.
     * Time limits are terminal states.
     * Resets, last steps, and steps with return and advantage of exactly 0 have weight 0, but means divide by the number
-      of all steps, and all steps enter standardization and normalizers (resets do not with `policy.memory`).
+      of all steps, and all steps enter standardization and normalizers (except resets with `policy.memory`).
     * Advantages are standardized with the population variance plus 1e-8.
     * The initial variances of the normalizers of observations (unless `initial_variance` is given) and rewards are 0,
       so that the first values are multiplied by 31.6 and clipped.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from lightning.pytorch import Callback
@@ -141,18 +140,33 @@ def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool
     Args:
         root: Folder of the runs.
         name: `last` for the newest intact checkpoint of any name, with a warning for damaged newer ones; `best` for the
-            one that the first `ModelCheckpoint` of the run with a monitor calls its best.
+            `best_model_path` of the first `ModelCheckpoint` with a monitor.
         resumable: Skip checkpoints that contain only weights.
         nested: Search all folders below `root` for runs.
     """
     found = root.glob(f"{'**/' if nested else ''}version_*/{CHECKPOINTS}/*.ckpt")
-    newest = _newest_intact(found, resumable or name == "best")
-    return _best_beside(newest) if name == "best" and newest is not None else newest
-
-
-def _newest_intact(found: Iterable[Path], resumable: bool) -> Path | None:
     # Of files of the same time, `last.ckpt` comes first.
     newest_first = sorted(found, key=lambda path: (path.stat().st_mtime, path.name.startswith("last")), reverse=True)
+    return (_best if name == "best" else _newest_intact)(newest_first, resumable)
+
+
+def _best(newest_first: list[Path], resumable: bool) -> Path | None:
+    for path in newest_first:
+        if path.parent != newest_first[0].parent:  # of an older run
+            continue
+        check_intact(path, "ckpt_path", "an intact checkpoint")
+        for state in read_checkpoint(path, mapped=True).get("callbacks", {}).values():
+            given = Path(state.get("best_model_path") or "")
+            if not given.name or state.get("monitor") in KEEP_NEWEST:
+                continue
+            for best in (path.parent / given.name, given):  # the run may have been moved
+                if best.is_file():
+                    check_intact(best, "ckpt_path", "an intact checkpoint")
+                    return None if resumable and _has_only_weights(best) else best
+    return None
+
+
+def _newest_intact(newest_first: list[Path], resumable: bool) -> Path | None:
     damaged: list[tuple[Path, DamagedFileError]] = []
     for path in newest_first:
         if damaged and path.parent != damaged[0][0].parent:
@@ -169,18 +183,6 @@ def _newest_intact(found: Iterable[Path], resumable: bool) -> Path | None:
         return path
     if damaged:
         raise damaged[0][1]
-    return None
-
-
-def _best_beside(newest: Path) -> Path | None:
-    """Return the best checkpoint according to the newest one of a run, or None; the run may have been moved."""
-    for state in read_checkpoint(newest, mapped=True).get("callbacks", {}).values():
-        if state.get("best_model_path") and state.get("monitor") not in KEEP_NEWEST:
-            given = Path(state["best_model_path"])
-            beside = newest.parent / given.name
-            best = beside if beside.exists() else given
-            check_intact(best, "ckpt_path", "an intact checkpoint")
-            return best
     return None
 
 

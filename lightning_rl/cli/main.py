@@ -149,7 +149,8 @@ class OnPolicyCLI(LightningCLI):
         model = self.config[self.config.subcommand].model
         if "class_path" in model:
             for group in default_groups(import_class("model", model.class_path, OnPolicyAlgorithm)):
-                check(model.init_args[group] is not None, f"model.{group}", None, "a dict of its options")
+                given = group not in model.init_args or model.init_args[group] is not None
+                check(given, f"model.{group}", None, "a dict of its options")
         super().instantiate_classes()
         self._set_num_threads()
         if isinstance(handler := signal.getsignal(signal.SIGTERM), EarlyTermination):

@@ -102,15 +102,13 @@ _YAML = "yaml_with_none"
 
 def _load_yaml(text: str) -> Any:  # noqa: ANN401
     """Return the content of YAML in which `None` means null: the parser writes null in nested options as None."""
+    tokens = [x for x in yaml.scan(text) if isinstance(x, yaml.ScalarToken)] if "None" in text else []
+    for token in reversed([x for x in tokens if x.plain and x.value == "None"]):
+        text = text[: token.start_mark.index] + "null" + text[token.end_mark.index :]
+    return get_loader("yaml")(text)
 
-    def replaced(x: Any) -> Any:  # noqa: ANN401
-        if isinstance(x, dict):
-            return {key: replaced(value) for key, value in x.items()}
-        if isinstance(x, list):
-            return [replaced(value) for value in x]
-        return None if x == "None" else x
 
-    return replaced(get_loader("yaml")(text))
+set_loader(_YAML, _load_yaml, (yaml.YAMLError,))
 
 
 def run_options(
@@ -200,7 +198,6 @@ class CommandParser(LightningArgumentParser):
         cls.given, cls.folder = arguments, Path.cwd()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
-        set_loader(_YAML, _load_yaml)
         # Abbreviated options are refused, as in a configuration.
         defaults = {"prog": "lightning-rl", "allow_abbrev": False, "parser_mode": _YAML}
         super().__init__(*args, **{**defaults, **kwargs})

@@ -85,7 +85,7 @@ def _checked(episodes: Sequence[Episode]) -> Sequence[Episode]:
 
 
 def _actions_of_space(space: spaces.Space[Any], taken: Nested) -> Nested:
-    """Return recorded actions in the units of a space, or raise a `ConfigurationError` for what is none of it."""
+    """Return recorded actions in the units of a space, or raise a `ConfigurationError` for values outside of it."""
     actions = from_environment(space, taken)
 
     def check_leaf(path: str, leaf: spaces.Space[Any]) -> None:
@@ -94,7 +94,7 @@ def _actions_of_space(space: spaces.Space[Any], taken: Nested) -> Nested:
         if has_choices(leaf):
             are_integers = given.dtype.kind in "iub" and len(chosen) == len(given)
             valid = are_integers and (chosen >= 0).all() and (chosen < num_choices(leaf)).all()
-            expected = f"integers in {leaf}, one action a step"
+            expected = f"integers in {leaf}, one action per step"
         check(bool(valid), f"episodes: actions {path}".rstrip(), given, expected)
 
     map_paths(check_leaf, space)
@@ -102,7 +102,7 @@ def _actions_of_space(space: spaces.Space[Any], taken: Nested) -> Nested:
 
 
 def _check_observations(space: spaces.Space[Any], seen: Nested, converted: Nested) -> None:
-    """Raise a `ConfigurationError` for observations that are not finite, or changed by conversion to their dtype."""
+    """Check that observations are finite, keep their values in the dtype of the space, and are among its choices."""
 
     def check_leaf(path: str, leaf: spaces.Space[Any]) -> None:
         given, x = part_at(seen, path), part_at(converted, path)

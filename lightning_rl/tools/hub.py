@@ -88,7 +88,7 @@ def push_to_hub(
 
     Args:
         repo_id: The repository, owner/name; created if it does not exist.
-        ckpt_path: The checkpoint: a file, or 'last' for the newest one or 'best' for the newest best one under runs;
+        ckpt_path: The checkpoint: a file, or 'last' for the newest one or 'best' for the best one of the newest run;
             with a `config`, of its algorithm and environment.
         config: Configuration of the run; by default the one in its folder, if there is one.
         episodes: Episodes to play for the score.

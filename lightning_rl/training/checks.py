@@ -152,11 +152,13 @@ def refuse_automatic_optimization(trainer: Trainer) -> None:
 def check_monitors(trainer: Trainer) -> None:
     """Check that callbacks monitor a value that is logged, and a return with `mode="max"`; the default is `min`."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        monitor, mode = getattr(callback, "monitor", None) or "", getattr(callback, "mode", "max")
+        monitor, mode = getattr(callback, "monitor", None), getattr(callback, "mode", "max")
+        if not isinstance(monitor, str):
+            continue
         field, is_return = f"trainer.callbacks: {type(callback).__name__}", "episode_return" in monitor
         expected = f"'max', since larger values of {monitor} are better"
         check(mode == "max" or not is_return, f"{field}.mode", mode, expected)
-        validates = trainer.limit_val_batches != 0 or not monitor.startswith("val/")
+        validates = trainer.limit_val_batches != 0 or not monitor.startswith("val/episode")
         check(validates, f"{field}.monitor", monitor, "a value that is logged in training, since nothing is validated")
 
 

@@ -67,7 +67,7 @@ class Normalizers:
         check(not both, "normalization.rewards", normalize_rewards, "false beside reward_scale or reward_clip")
 
     def begin(self, rollout: Rollout) -> None:
-        """Update the statistics before learning from a rollout, if `when` is `before`; once in an update."""
+        """Update the statistics before learning, at most once per update, if `when` is `before`."""
         if self.when == "before" and self._undo is None:
             self._undo = self._snapshot()
             self._update(rollout)

@@ -311,3 +311,19 @@ def test_no_critic_parameters_are_needed_without_warmup() -> None:
             return OtherNames(self.observation_space, self.action_space, hidden_sizes=(4,))
 
     assert Own(VECTOR, DISCRETE).steps.critic_warmup_steps == 0
+
+
+def test_replayed_steps_keep_the_weights_of_their_rollout():
+    """`step_weights` is not called for replayed steps, which lack what it may need."""
+    data = make_data("CartPole-v1", num_envs=2, rollout_length=16, rollouts_per_epoch=3)
+
+    class Weighted(CriticPretraining):
+        def step_weights(self, rollout):
+            assert rollout.shape == (16, 2)
+            return torch.full(rollout.shape, 0.5 + rollout.policy_version)
+
+    model = Weighted(data.observation_space, data.action_space, num_minibatches=1, replay_ratio=2.0)
+    seen, loss = [], model.loss
+    model.loss = lambda batch: seen.append(sorted({*batch.weights.tolist()})) or loss(batch)
+    make_trainer().fit(model, data)
+    assert seen[0] == [0.5] and seen[-1][-1] == 2.5 and {*seen[-1]} <= {0.5, 1.5, 2.5} and len(seen[-1]) > 1

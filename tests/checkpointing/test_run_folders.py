@@ -104,27 +104,45 @@ def test_last_is_newest_checkpoint(tmp_path):
     assert find_checkpoint(tmp_path, "last") == newer
 
 
+OURS = {"lightning_rl": {"format": FORMAT, "env_steps": 10}, "optimizer_states": []}
+
+
 def write_run(folder, time, best="best-step=10.ckpt", monitor="val/episode_return"):
     """The checkpoints of a run whose callback monitors a value; return the best one, which is not the newest."""
-    ours = {"lightning_rl": {"format": FORMAT, "env_steps": 10}, "optimizer_states": []}
     states = {"Last": {"monitor": None, "best_model_path": str(folder / "last.ckpt")}}
     states["Best"] = {"monitor": monitor, "best_model_path": str(folder / best)}
-    found = write(folder / best, time)
-    write(folder / "best-step=20.ckpt", time + 1)
-    write(folder / "last.ckpt", time + 2, callbacks=states, **ours)
+    found = write(folder / best, time, **OURS)
+    write(folder / "best-step=20.ckpt", time + 1, **OURS)
+    write(folder / "last.ckpt", time + 2, callbacks=states, **OURS)
     return found
 
 
-def test_best_is_what_the_callback_of_the_newest_run_calls_its_best(tmp_path):
+def test_best_is_the_best_checkpoint_of_the_callback_of_the_newest_run(tmp_path):
     assert find_checkpoint(tmp_path, "best") is None
     older = write_run(tmp_path / "version_0/checkpoints", 100)
-    assert find_checkpoint(tmp_path, "best") == older
+    assert find_checkpoint(tmp_path, "best") == find_checkpoint(tmp_path, "best", resumable=True) == older
     newer = write_run(tmp_path / "version_1/checkpoints", 200, "top-step=10.ckpt")
     assert find_checkpoint(tmp_path, "best") == newer
     (tmp_path / "version_1").rename(tmp_path / "version_2")
-    assert find_checkpoint(tmp_path, "best") == tmp_path / "version_2/checkpoints/top-step=10.ckpt"
-    write_run(tmp_path / "version_3/checkpoints", 300, "step=10.ckpt", monitor="step")
-    assert find_checkpoint(tmp_path, "best") is None  # an older run is not meant
+    moved = tmp_path / "version_2/checkpoints/top-step=10.ckpt"
+    assert find_checkpoint(tmp_path, "best") == moved
+    earlier = {"Best": {"monitor": "val/episode_return", "best_model_path": "deleted.ckpt"}}
+    write(tmp_path / "version_2/checkpoints/step=5.ckpt", 250, callbacks=earlier, **OURS)  # copied without its time
+    assert find_checkpoint(tmp_path, "best") == moved
+
+
+def test_there_is_no_best_checkpoint_if_the_newest_run_has_none(tmp_path):
+    write_run(tmp_path / "version_0/checkpoints", 100)
+    write_run(tmp_path / "version_1/checkpoints", 200, "step=10.ckpt", monitor="step")
+    assert find_checkpoint(tmp_path, "best") is None
+    best = write_run(tmp_path / "version_2/checkpoints", 300)
+    write(best, 300, lightning_rl=OURS["lightning_rl"])  # weights alone
+    assert find_checkpoint(tmp_path, "best") == best
+    assert find_checkpoint(tmp_path, "best", resumable=True) is None
+    best.unlink()
+    assert find_checkpoint(tmp_path, "best") is None
+    write(tmp_path / "version_3/checkpoints/weights.ckpt", 400, lightning_rl=OURS["lightning_rl"])
+    assert find_checkpoint(tmp_path, "best") is None
 
 
 def test_weights_only_checkpoints_are_skipped_when_resuming(tmp_path):

@@ -229,6 +229,18 @@ def test_null_takes_back_a_nested_option_of_a_configuration(capsys):
     assert model["policy"]["memory"] == {"kind": "gru", "separate": None}
 
 
+def test_none_means_null(capsys):
+    Path("a.yaml").write_text("data: {env: {frame_stack: 4, max_episode_steps: None}}\n")
+    arguments = ["--config=a.yaml", "--data.env.frame_stack=None", "--data.env.kwargs={mode: None}"]
+    env = configuration(capsys, "fit", *SMALL, "--model=PPO", *arguments)["data"]["env"]
+    assert (env["frame_stack"], env["max_episode_steps"], env["kwargs"]) == (None, None, {"mode": None})
+
+
+@pytest.mark.parametrize("value", ["{mode", "'None", "[a"])
+def test_broken_yaml_is_one_message(capsys, value):
+    assert "data.env.kwargs" in refused(capsys, "fit", *SMALL, "--model=PPO", f"--data.env.kwargs={value}", status=2)
+
+
 @pytest.mark.parametrize("group", ["policy", "optimizer"])
 def test_null_for_a_group_of_options_is_one_message(capsys, group):
     message = refused(capsys, "fit", *SMALL, "--model=PPO", f"--model.{group}=null")

@@ -228,7 +228,7 @@ def test_episodes_must_fit_the_spaces(tmp_path):
         ({"actions": np.full(8, 8)}, r"episodes: actions=array.* expected integers in Discrete\(3, start=5\)"),
         ({"actions": np.full(8, 4)}, "expected integers in Discrete"),
         ({"actions": np.full(8, 6.5)}, "expected integers in Discrete"),
-        ({"actions": np.eye(8, 3, dtype=int) + 5}, r"integers in Discrete\(3, start=5\), one action a step"),
+        ({"actions": np.eye(8, 3, dtype=int) + 5}, r"integers in Discrete\(3, start=5\), one action per step"),
         ({"observations": np.full((9, 1), np.nan)}, "episodes: observations=.* expected finite numbers"),
         ({"rewards": None}, "episodes='1 episodes' .* observations, actions, rewards"),
         ({"rewards": np.ones(9)}, r"episodes\[0\]: lengths=.* expected 9 actions, as many as rewards"),

@@ -330,6 +330,21 @@ def test_weights_of_a_rollout_of_another_shape_are_refused():
         model.batch(rollout)
 
 
+@pytest.mark.parametrize(("weight", "found"), [(-1.0, "-1.0"), (torch.nan, "nan")])
+def test_weights_below_0_are_refused(weight, found):
+    model = make()
+    rollout = random_rollout(model.policy)
+    rollout.weights = torch.ones(rollout.shape)
+    rollout.weights[3, 1] = weight
+    with pytest.raises(
+        ConfigurationError, match=f"rollout.weights={found} is not valid: expected numbers of at least 0"
+    ):
+        model.batch(rollout)
+    rollout.valid = torch.ones(rollout.shape, dtype=torch.bool)
+    rollout.valid[3, 1] = False
+    model.batch(rollout)
+
+
 @pytest.mark.parametrize("cls", [PPO, TFAgentsPPO])
 def test_step_weights_of_another_shape_are_refused(cls):
     """With as many environments as steps, weights of one dimension would be ambiguous."""

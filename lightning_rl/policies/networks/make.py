@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -115,15 +114,18 @@ def _custom_encoder(field: str, space: spaces.Space[Any], network: str | ClassSp
         )
     dtype = next((x.dtype for x in encoder.parameters()), torch.get_default_dtype())
     try:
-        # The check must not change the random numbers of the run.
+        probe = copy.deepcopy(encoder)  # the check must not change the encoder, nor the random numbers of the run
+    except Exception:  # such as tensors that were computed from parameters
+        return encoder
+    try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            features = copy.deepcopy(encoder)(sampled_observations(space, dtype, num_rows=2))
+            features = probe(sampled_observations(space, dtype, num_rows=2))
     except Exception as error:
         message = f"{field}: {name} failed on 2 random observations of {space}: {error}"
-        if re.search("cuda|gpu|device|backend", str(error), re.IGNORECASE):  # it may need another device than the CPU
-            rank_zero_warn(message)
-            return encoder
-        raise ConfigurationError(message) from error
+        if not torch.cuda.is_available():
+            raise ConfigurationError(message) from error
+        rank_zero_warn(message)  # it may need the GPU
+        return encoder
     found = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
     if found != [2, encoder.out_features]:
         raise ConfigurationError(

@@ -238,7 +238,8 @@ def test_checking_the_width_of_an_encoder_has_no_side_effects():
     assert torch.equal(drawn, torch.rand(3)) and np.array_equal(sampled, space.sample())
 
 
-def test_encoder_that_cannot_run_here_is_not_checked():
+def test_encoder_that_may_need_the_gpu_is_not_checked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     spec = f"{__name__}.OnlyOnItsDevice"
     assert make_encoder(spaces.Box(-1, 1, (3,)), spec).out_features == 9
 
