@@ -84,11 +84,11 @@ class OffPolicyPPG(PPG):
             check(size >= batch_size, f"{name}_buffer_size", size, f"at least batch_size={batch_size}")
             if (limit := limits[name]) is not None:
                 check_positive_int(f"{name}_max_use", limit)
-        name = "num_minibatches" if self.minibatch_size is None else "minibatch_size"
-        fits = getattr(self, name) <= batch_size
-        check(fits, name, getattr(self, name), f"no more than batch_size={batch_size}")
-        divides = self.minibatch_size is None or batch_size % self.minibatch_size == 0
-        check(divides, "minibatch_size", self.minibatch_size, f"a divisor of batch_size={batch_size}")
+        if (given := self.minibatch_size) is not None:
+            check(batch_size % given == 0, "minibatch_size", given, f"a divisor of batch_size={batch_size}")
+        else:
+            number = self.num_minibatches_of([batch_size])
+            check(number <= batch_size, "num_minibatches", number, f"no more than batch_size={batch_size}")
         self.sources = {name: UseLimitedBuffer(size, limits[name]) for name, size in sizes.items()}
         self.replays.update(self.sources)
 
