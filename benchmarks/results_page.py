@@ -30,6 +30,7 @@ METRICS = {
     "final": "final policy",
     "maximum": "best evaluation during training",
     "training": "last training returns",
+    "training_maximum": "best training returns",
 }
 
 INTRODUCTION = f"""# Results
@@ -41,8 +42,9 @@ intervals of the mean. The row at the top is the interquartile mean over all see
 bootstrap interval.
 
 Each row of the table compares scores of the same kind. A published maximum over training is compared with the best
-evaluation of each run, published training returns with the last {LAST} logged training returns, and other published
-scores with the final policy over 100 episodes ("as before": the score in the column before). In the last column:
+evaluation of each run, or with its best logged training returns if the maximum is one of training returns. Published
+training returns are compared with the last {LAST} logged training returns, and other published scores with the final
+policy over 100 episodes ("as before": the score in the column before). In the last column:
 
 * **beats**: the lower bound of the interval is at or above the published mean
 * **matches**: the interval contains the published mean, and the mean here is at least 90 % of the published mean
@@ -113,8 +115,9 @@ def score(run: Mapping[str, Any], metric: str) -> float:
     """Return the score of a result by the metric of a source."""
     if metric == "maximum":
         return max(value for _, value in run["curve"]["val/episode_return"])
-    if metric == "training":
-        return statistics.fmean(value for _, value in run["curve"]["rollout/episode_return"][-LAST:])
+    if metric in ("training", "training_maximum"):
+        returns = [value for _, value in run["curve"]["rollout/episode_return"]]
+        return max(returns) if metric == "training_maximum" else statistics.fmean(returns[-LAST:])
     return float(run["evaluation"]["mean"])
 
 

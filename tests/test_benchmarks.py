@@ -269,7 +269,8 @@ def test_results_are_compared_by_the_metric_of_the_source():
     curve = {"val/episode_return": [[1, 5.0], [2, 9.0], [3, 7.0]]}
     curve["rollout/episode_return"] = [[step, float(step)] for step in range(10)]
     run = {"evaluation": {"mean": 6.0}, "curve": curve}
-    assert [results_page.score(run, metric) for metric in ("final", "maximum", "training")] == [6, 9, 7]
+    curve["rollout/episode_return"][2] = [2, 20.0]
+    assert [results_page.score(run, metric) for metric in results_page.METRICS] == [6, 9, 7, 20]
 
 
 def test_the_zoo_says_what_was_not_run_and_what_falls_short_of_its_goal():
