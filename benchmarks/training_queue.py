@@ -43,6 +43,8 @@ STOP_SECONDS = 60.0
 """How long a worker has to save and leave when the queue is stopped."""
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 _PR_SET_PDEATHSIG = 1
+AUTOGROUP = Path("/proc/self/autogroup")
+"""Priority of a session: Linux compares the priorities of processes only within a session."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ def lower_priority() -> None:
     os.nice(19)
     if sys.platform == "linux":
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        with contextlib.suppress(OSError):
+            AUTOGROUP.write_text("19")
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -66,7 +66,7 @@ import os, sys
 sys.path.insert(0, {str(BENCHMARKS)!r})
 from pathlib import Path
 import reproduce_all, training_queue
-lower_priority, os.nice, os.sched_setscheduler = training_queue.lower_priority, lambda n: n, lambda *_: None
+os.nice, os.sched_setscheduler, training_queue.AUTOGROUP = lambda n: n, lambda *_: None, Path(os.devnull)
 training_queue.CONFIGS, training_queue.PLAN = Path("configs").resolve(), Path("queue.json")
 sys.exit(reproduce_all.main(["--queue", "--workers", "{workers}", "--root", "root", "--out", "results"]))
 """
@@ -129,9 +129,17 @@ def test_workers_take_the_first_rows_without_a_result(in_folder, monkeypatch):
 
 
 def test_workers_have_the_lowest_priority():
-    code = f"import sys, os; sys.path.insert(0, {str(BENCHMARKS)!r}); import training_queue; "
-    code += "training_queue.lower_priority(); print(os.nice(0), os.sched_getscheduler(0) == os.SCHED_IDLE)"
-    assert Program("-c", code).communicate()[0] == "19 True\n"
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import training_queue
+if os.getsid(0) != os.getpid():
+    os.setsid()
+training_queue.lower_priority()
+print(os.nice(0), os.sched_getscheduler(0) == os.SCHED_IDLE)
+print(training_queue.AUTOGROUP.read_text().split()[-1] if training_queue.AUTOGROUP.exists() else 19)
+"""
+    assert Program("-c", code).communicate()[0] == "19 True\n19\n"
 
 
 @pytest.fixture
