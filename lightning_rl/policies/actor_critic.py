@@ -18,7 +18,6 @@ from lightning_rl.options import OrDict, changed
 from lightning_rl.policies.distributions import Distribution, make_action_head
 from lightning_rl.policies.distributions.continuous import BetaHead
 from lightning_rl.policies.interface import PolicyOutput
-from lightning_rl.policies.memory_cells import make_core
 from lightning_rl.policies.networks.make import Network, make_encoder
 from lightning_rl.policies.networks.mlp import DiscreteEncoding, HeadLinear
 from lightning_rl.policies.normalization import (
@@ -28,7 +27,7 @@ from lightning_rl.policies.normalization import (
     make_normalizer,
     make_value_normalizer,
 )
-from lightning_rl.policies.recurrent import Memory, MemoryOptions, RecurrentCore
+from lightning_rl.policies.recurrent import Memory, MemoryOptions, RecurrentCore, make_core
 from lightning_rl.rollouts.sequences import Segments, Sequences
 from lightning_rl.spaces import is_image
 from lightning_rl.validation import ClassSpec, Range, check

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import json
+import logging
 import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -19,12 +23,12 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from lightning_rl import __version__
+from lightning_rl.distributed import causes
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, nested_paths, part_at
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import acting_space, as_recurrent, tensor_conversion
 from lightning_rl.spaces import observation_dtype, sampled_observations, space_to_dict
-from lightning_rl.tools import onnx
-from lightning_rl.validation import ConfigurationError, ExplainedError, check, check_can_make
+from lightning_rl.validation import ConfigurationError, ExplainedError, check, check_can_make, how_to_install
 
 ExportFormat = Literal["torch_export", "onnx"]
 """`torch_export` programs need PyTorch, `onnx` models any ONNX runtime."""
@@ -39,8 +43,7 @@ TOLERANCE = 1e-5
 """Maximum absolute plus relative difference between a program and the policy."""
 _SUFFIXES: dict[ExportFormat, str] = {"torch_export": ".pt2", "onnx": ".onnx"}
 _MAX_STEPS = _MAX_ROWS = 8
-
-
+_ONNX_METADATA = "policy"  # key of the description in an ONNX model
 FORMAT = 2
 """Format of the description; every change to its content needs the next number."""
 
@@ -170,6 +173,83 @@ def _finite(x: Any) -> Any:  # noqa: ANN401 - the description of a space
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
+def check_onnx_packages() -> None:
+    """Raise a `ConfigurationError` if a package for writing or running ONNX models is missing."""
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigurationError(
+                f"format='onnx' needs the package {name}, while format='torch_export' needs PyTorch alone: "
+                f"{how_to_install('onnx')}"
+            ) from error
+
+
+def save_onnx(
+    program: ExportedProgram, policy: nn.Module, inputs: Nested, outputs: Nested, description: str, path: Path
+) -> Callable[..., Nested]:
+    """Write the program of a policy as an ONNX model; return the model in onnxruntime, to be called like the program.
+
+    `inputs` and `outputs` are names, nested as the tensors. An operator without a counterpart in ONNX, or in
+    onnxruntime, raises a `ConfigurationError`.
+    """
+    dtype = next(policy.parameters()).dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise ConfigurationError(f"format='onnx': the policy is in {dtype}: expected float32 or float64")
+    feed_names, names = list(leaves(inputs)), list(leaves(outputs))
+    try:
+        with _quietly():
+            model: Any = torch.onnx.export(
+                program,
+                dynamo=True,
+                optimize=False,  # runtimes optimize the model
+                verbose=False,
+                input_names=feed_names,
+                output_names=names,
+            )
+        for value in (*model.model.graph.inputs, *model.model.graph.outputs):
+            value.shape[0] = "batch"
+        model.model.metadata_props[_ONNX_METADATA] = description
+        model.save(str(path), external_data=False)
+        session = _onnx_session(path)
+    except Exception as error:
+        *_, cause = causes(error)  # names the operator
+        raise ConfigurationError(
+            f"policy={type(policy).__name__} cannot be exported to ONNX: expected other actions or networks, "
+            f"programs=['greedy'] if only sampling cannot be exported, or format='torch_export'; "
+            f"{type(cause).__name__}: {cause}"
+        ) from error
+
+    def run(*given: Nested) -> Nested:
+        feed = {name: x.numpy() for name, x in zip(feed_names, leaves(given), strict=True)}
+        found = dict(zip(names, session.run(names, feed), strict=True))
+        return map_leaves(lambda name: torch.from_numpy(np.asarray(found[name])), outputs)
+
+    return run
+
+
+def _onnx_session(path: Path) -> Any:  # noqa: ANN401 - has no types
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Suppress the exporter's progress, and its messages about packages that are not needed."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 class RoundTripError(ExplainedError, RuntimeError):
     """An exported program does not act like the policy; nothing was written."""
 
@@ -180,7 +260,7 @@ def check_options(format_: str, programs: Sequence[str]) -> None:
     known = not isinstance(programs, str) and bool(programs) and set(programs) <= set(PROGRAMS)
     check(known, "programs", programs, "a list of " + ", ".join(PROGRAMS))
     if format_ == "onnx":
-        onnx.check_packages()
+        check_onnx_packages()
 
 
 def check_folder(field: str, folder: str | Path, format_: ExportFormat, programs: Sequence[str]) -> None:
@@ -296,7 +376,7 @@ def _save(
     if format_ == "onnx":
         inputs = example_inputs(deployed.policy, model.observation_space)
         outputs = output_names(_seeded(deployed, inputs), len(inputs) > 1)
-        return onnx.save_onnx(program, deployed.policy, input_names(inputs), outputs, about, path), deployed
+        return save_onnx(program, deployed.policy, input_names(inputs), outputs, about, path), deployed
     with warnings.catch_warnings():
         # A warning about constants that are views of each other.
         warnings.filterwarnings("ignore", "No complete tensor found in the group")

@@ -5,8 +5,7 @@ import torch
 
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic, copy_to_cpu
-from lightning_rl.policies.memory_cells import GRUGate, make_core
-from lightning_rl.policies.recurrent import MemoryOptions, RecurrentCore
+from lightning_rl.policies.recurrent import GRUGate, MemoryOptions, RecurrentCore, make_core
 from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import CONTINUOUS, DISCRETE, VECTOR
