@@ -45,9 +45,10 @@ def space_to_dict(space: SpaceOrDict, field: str = "space") -> SpaceDict:
             bounds = {"low": _bound(space.low), "high": _bound(space.high)}
             return {"type": "Box", **bounds, "shape": list(space.shape), "dtype": space.dtype.name}
         case spaces.Discrete():
-            return {"type": "Discrete", "n": int(space.n), "start": int(space.start)}
+            return {"type": "Discrete", "n": int(space.n), "start": int(space.start), **_dtype(space)}
         case spaces.MultiDiscrete():
-            return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
+            start = space.start.tolist()
+            return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": start, **_dtype(space)}
         case ActionMask():
             return {"type": "ActionMask", "n": list(space.shape), "given": space.given}
         case spaces.MultiBinary():
@@ -58,6 +59,11 @@ def space_to_dict(space: SpaceOrDict, field: str = "space") -> SpaceDict:
         f"{field}: {type(space).__name__} is not supported; expected Box, Discrete, MultiDiscrete, MultiBinary, "
         f"or a Dict or Tuple of these{hint}"
     )
+
+
+def _dtype(space: spaces.Discrete | spaces.MultiDiscrete) -> SpaceDict:
+    """Return the dtype of a space, unless it is int64; older releases of Gymnasium have no other for `Discrete`."""
+    return {} if space.dtype == np.int64 else {"dtype": np.dtype(space.dtype).name}
 
 
 def _describe_nested(space: spaces.Dict | spaces.Tuple[Any], field: str) -> SpaceDict:
@@ -100,9 +106,10 @@ def _build(spec: SpaceDict) -> spaces.Space[Any]:
             low, high = (np.broadcast_to(np.asarray(spec[key], dtype), shape) for key in ("low", "high"))
             return spaces.Box(low, high, shape, dtype.type)
         case "Discrete":
-            return spaces.Discrete(spec["n"], start=spec["start"])
+            dtype = {"dtype": np.dtype(spec["dtype"]).type} if "dtype" in spec else {}
+            return spaces.Discrete(spec["n"], start=spec["start"], **dtype)
         case "MultiDiscrete":
-            return spaces.MultiDiscrete(spec["nvec"], start=spec["start"])
+            return spaces.MultiDiscrete(spec["nvec"], dtype=spec.get("dtype", np.int64), start=spec["start"])
         case "MultiBinary":
             return spaces.MultiBinary(spec["n"])
         case "ActionMask":

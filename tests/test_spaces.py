@@ -23,6 +23,8 @@ SPACES = [
     spaces.Discrete(4, start=-2),
     spaces.MultiDiscrete([3, 4], start=[1, 0]),
     spaces.MultiDiscrete([[3, 4], [5, 6]]),
+    spaces.Discrete(4, start=1, dtype=np.int32),
+    spaces.MultiDiscrete([3, 4], dtype=np.uint8),
     spaces.MultiBinary(5),
     spaces.MultiBinary([2, 3]),
     ActionMask(4),
@@ -36,6 +38,7 @@ SPACES = [
 def test_space_equals_itself_after_plain_data(space, tmp_path):
     description = space_to_dict(space)
     assert space_from_dict(description) == space
+    assert space_from_dict(description).dtype == space.dtype
     assert space_from_dict(json.loads(json.dumps(description))) == space
     torch.save(description, tmp_path / "space.pt")
     assert space_from_dict(torch.load(tmp_path / "space.pt", weights_only=True)) == space

@@ -53,7 +53,7 @@ from lightning_rl.training.checks import (
     refuse_tuners,
     training_device,
 )
-from lightning_rl.training.clock import RATES, RunClock, ScheduledOptions, is_bounded, planned_env_steps
+from lightning_rl.training.clock import RATES, RunClock, ScheduledOptions, is_bounded
 from lightning_rl.training.config import (
     AdvantageConfig,
     AdvantageOptions,
@@ -632,7 +632,7 @@ class OnPolicyAlgorithm(LightningModule):
         for optimizer in self.steps.all_optimizers:
             for group in optimizer.param_groups:  # a checkpoint may come from another device
                 group |= {name: optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
-        self.clock.planned_env_steps = planned_env_steps(self.trainer)
+        self.clock.start(self.trainer)
         planned_before = self.restored.get("planned_env_steps")
         self.schedules.report_new_end(self.env_steps, self.clock.planned_env_steps, planned_before)
         self.restored = {}

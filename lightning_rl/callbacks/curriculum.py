@@ -76,12 +76,16 @@ class Curriculum(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.stage = state_dict["stage"]
+        self._returns.clear()
         self._returns.extend(state_dict["returns"])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data_of(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not env_steps_of(pl_module):  # a new run, whose callback may have served another one
+            self.stage = 0
+            self._returns.clear()
         count = len(self.stages)
         check(self.stage < count, "stages: length", count, f"more than {self.stage}, the stage in the checkpoint")
         self._change(trainer)

@@ -177,6 +177,8 @@ class EnvStepValidation(Callback):
 class EnvStepCheckpoint(ModelCheckpoint):
     """Save a checkpoint with the first rollout that reaches each multiple of a number of environment steps.
 
+    With a `monitor` of validations, `val/...`, the checkpoint is that of the next validation, whose score it gets.
+
     Args:
         every_n_env_steps: Environment steps of all ranks between checkpoints.
         dirpath: Folder; by default `checkpoints` in the folder of the logger.
@@ -216,11 +218,20 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self.every_n_env_steps = every_n_env_steps
         self._last = self._saved_at = 0
         self._due = False
+        self._waits = monitor is not None and monitor.startswith("val/")
+        self._validated_at: int | None = None
 
     @property
     def state_key(self) -> str:
         options = {"monitor": self.monitor, "mode": self.mode, "every_n_env_steps": self.every_n_env_steps}
         return f"{type(self).__qualname__}{options}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"due": self._due}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._due = state_dict["due"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -233,6 +244,7 @@ class EnvStepCheckpoint(ModelCheckpoint):
             self._save_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validated_at = env_steps_of(pl_module)
         if not ends_epoch(trainer):
             self._save_if_due(trainer)
 
@@ -240,10 +252,11 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self._save_if_due(trainer)
 
     def _save_if_due(self, trainer: Trainer) -> None:
-        if self._due:
-            super().on_validation_end(trainer, trainer.lightning_module)
+        is_validated = self._validated_at == env_steps_of(trainer.lightning_module)
+        if self._due and (is_validated or not self._waits):
             # Lightning saves a global step once only: a rollout without a finite update is saved with the next one.
             self._due, self._saved_at = trainer.global_step == self._saved_at, trainer.global_step
+            super().on_validation_end(trainer, trainer.lightning_module)
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
         # Overrides a private method of Lightning 2.6, which casts "step" to 32 bits.

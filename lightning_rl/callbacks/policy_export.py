@@ -36,7 +36,7 @@ class PolicyExport(EnvStepWriter):
     Args:
         every_n_env_steps: Environment steps of all ranks between exports.
         dirpath: Folder; by default `policies` in the folder of the logger or, without one, of the Trainer.
-        keep: Number of exports to keep, the newest; -1 keeps all.
+        keep: Number of exports to keep, those written last; -1 keeps all.
         format: `torch_export` for PyTorch, or `onnx` for any runtime of ONNX.
         programs: `greedy`, `sampled` or both.
 
@@ -93,9 +93,10 @@ class PolicyExport(EnvStepWriter):
             score=self._score,
         )
         if self.keep > 0:
-            exports = [path.parent for path in folder.glob(FOLDER_PATTERN.format("*") + f"/{METADATA}")]
-            for old in sorted(exports, key=lambda path: int(path.name.partition("=")[2]))[: -self.keep]:
-                shutil.rmtree(old)
+            # By time: exports of an earlier, longer run may have larger steps.
+            exports = folder.glob(FOLDER_PATTERN.format("*") + f"/{METADATA}")
+            for old in sorted(exports, key=lambda path: path.stat().st_mtime_ns)[: -self.keep]:
+                shutil.rmtree(old.parent)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (found := trainer.callback_metrics.get("val/episode_return")) is not None and not trainer.sanity_checking:

@@ -74,6 +74,7 @@ def run_state(module: Any) -> dict[str, Any]:  # noqa: ANN401 - an algorithm
         "planned_env_steps": clock.planned_env_steps,
         "env_steps": clock.env_steps,
         "env_steps_before_epochs": clock.env_steps_before_epochs,
+        "epoch_size": clock.epoch_size,
         "frames": clock.frames,
         "policy_version": clock.policy_version,
         "skipped_updates": module.skipped_updates,

@@ -63,7 +63,7 @@ def take_over(checkpoint: dict[str, Any], module: Any) -> None:  # noqa: ANN401 
             for group, settings in zip(optimizer.param_groups, stored["param_groups"], strict=True):
                 group |= {name: x for name, x in settings.items() if name != "params"}
     module.skipped_updates = state["skipped_updates"]
-    clock.env_steps_before_epochs = state["env_steps_before_epochs"]
+    clock.env_steps_before_epochs, clock.epoch_size = state["env_steps_before_epochs"], state["epoch_size"]
     module.restored = {name: state[name] for name in ("ranks", "planned_env_steps")}
 
 
@@ -206,6 +206,8 @@ def adopt_settings(checkpoint: dict[str, Any], module: Any) -> None:  # noqa: AN
             # A new scheduler has already written its first learning rate and its own entries into the group.
             taken = arguments if keeps_schedule else new.keys() - {"params"}
             group |= {name: new[name] for name in taken if name in new}
+            if SCALE not in new:
+                group.pop(SCALE, None)
     if not keeps_schedule:
         checkpoint["lr_schedulers"] = []
     for state, scheduler in zip(checkpoint["lr_schedulers"], schedulers, strict=False):

@@ -59,6 +59,11 @@ from lightning_rl.validation import (
 
 T = TypeVar("T")
 _SECONDS_BEFORE_HINT = 60.0
+# Names <name> of `rollout/<name>` in the log that `info_keys` must leave free.
+_LOGGED = (
+    *(f"episode_{of}{end}" for of in ("return", "length") for end in ("", "_min", "_max")),
+    *("episodes", "env_restarts", "dropped", "actors_lost"),
+)
 # What a resumed run does with another value of an option.
 _EFFECTS = {
     "num_envs": "; environments in the checkpoint are restored",
@@ -134,6 +139,8 @@ class RolloutDataModule(LightningDataModule):
             check_positive_int(name, locals()[name])
         check(seed is None or (is_int(seed) and seed >= 0), "seed", seed, "an integer of at least 0, or None")
         check_names("info_keys", info_keys, "a list of keys")
+        taken = [key for key in info_keys if key in _LOGGED]
+        check(not taken, "info_keys", taken, "keys whose rollout/<key> is not logged already")
         groups = default_groups(type(self))
         self.spec = EnvironmentSpec(env_id, changed("env", groups["env"], env), backend)
         self.eval_spec = self.spec.for_evaluation()

@@ -1,9 +1,9 @@
 """Pure functions of tensors: returns, advantages and losses.
 
 The functions take and return tensors and depend on torch only. `returns` computes targets without gradient; `losses`
-and `vmpo` compute differentiable losses. Functions of `returns` and `losses` that take several tensors or coefficients
-raise a `ValueError` if shapes do not match or a Python number is out of range. They never wait for a GPU, because they
-do not read tensor values; only `better_half` with weights does.
+computes differentiable losses. Functions that take several tensors or coefficients raise a `ValueError` if shapes do
+not match or a Python number is out of range. They never wait for a GPU, because they do not read tensor values; only
+`better_half` with weights does.
 """
 
 from lightning_rl.functional.losses import (

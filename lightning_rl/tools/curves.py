@@ -137,7 +137,10 @@ def by_experiment(logs: Iterable[Log]) -> dict[str, list[Log]]:
     for log in logs:
         groups.setdefault(_key(log.settings or str(log.folder.parent)), []).append(log)
     firsts = [found[0] for found in groups.values()]
-    return {_name(log, firsts): found for log, found in zip(firsts, groups.values(), strict=True)}
+    named: dict[str, list[Log]] = {}
+    for log, found in zip(firsts, groups.values(), strict=True):
+        named.setdefault(_name(log, firsts), []).extend(found)
+    return named
 
 
 def _key(settings: object) -> str:
@@ -203,7 +206,8 @@ def _read_log(folder: Path, root: Path) -> Log:
     settings = dict(_flat(configs[-1])) if configs else {}
     changed = [change for before, after in pairwise(configs) for change in changes(before, after)]
     seeds = {key: seed for key in _SEEDS if (seed := settings.get(key)) is not None and seed is not False}
-    others = {key: value for key, value in settings.items() if not key.startswith(_NOT_SETTINGS)}
+    # An option that is null equals one that is missing: a configuration need not name it.
+    others = {k: x for k, x in settings.items() if x is not None and not k.startswith(_NOT_SETTINGS)}
     return Log(folder, others, _read_scalars(folder), _key(seeds) if seeds else None, run, changed)
 
 

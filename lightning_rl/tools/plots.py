@@ -299,7 +299,10 @@ def _panels(experiments: dict[str, list[Log]], metric: str) -> list[Panel]:
     for name, logs in experiments.items():
         for environment, group in _by_environment(logs).items():
             if found := [log.scalars[metric] for log in group if metric in log.scalars]:
-                panels.setdefault(environment, []).append(Curve(name.removesuffix(f" ({environment})"), found))
+                curves, label = panels.setdefault(environment, []), name.removesuffix(f" ({environment})")
+                is_new = label not in [curve.label for curve in curves]
+                check(is_new, "runs", f"{label}=...", "another name, since other runs have this one by default")
+                curves.append(Curve(label, found))
     if not panels:
         known = sorted({key for logs in experiments.values() for log in logs for key in log.scalars})
         raise ConfigurationError(f"metric={metric!r} is in no log: expected one of {', '.join(known)}")

@@ -26,17 +26,24 @@ def env_steps_of(module: LightningModule) -> int:
 def planned_env_steps(trainer: Trainer) -> int | None:
     """Return the number of environment steps at which `trainer` will stop, or None without a limit.
 
-    This is the minimum of `max_env_steps` of all callbacks, and of the steps of `max_epochs` epochs after the start of
-    the first epoch: ranks · environments · rollout length · rollouts each. It is known once training has started.
+    This is the minimum of `max_env_steps` of all callbacks, and of the steps of `max_epochs` epochs. It is known once
+    training has started.
     """
-    limits = _limits(trainer)
+    limits, size = _limits(trainer), epoch_size(trainer)
+    if size is not None and trainer.max_epochs not in (None, -1):
+        clock: RunClock | None = getattr(trainer.lightning_module, "clock", None)
+        before = 0 if clock is None else clock.before_epochs(trainer, size)
+        limits.append(before + trainer.max_epochs * size[0] * size[1])
+    return min(limits, default=None)
+
+
+def epoch_size(trainer: Trainer) -> tuple[int, int] | None:
+    """Return the rollouts of an epoch, and the environment steps of a rollout on all ranks; None if unknown."""
     shape = getattr(trainer.datamodule, "rollout_shape", None)  # type: ignore[attr-defined]
     rollouts = trainer.num_training_batches
-    if shape is not None and trainer.max_epochs not in (None, -1) and math.isfinite(rollouts):
-        clock: RunClock | None = getattr(trainer.lightning_module, "clock", None)
-        before = 0 if clock is None else clock.env_steps_before_epochs
-        limits.append(before + trainer.max_epochs * int(rollouts) * shape[0] * shape[1] * trainer.world_size)
-    return min(limits, default=None)
+    if shape is None or not math.isfinite(rollouts):
+        return None
+    return int(rollouts), shape[0] * shape[1] * trainer.world_size
 
 
 def is_bounded(trainer: Trainer) -> bool:
@@ -71,12 +78,36 @@ class RunClock:
         policy_version: Number of rollouts that were learned from.
         env_steps_before_epochs: Environment steps when the Trainer started to count epochs; above 0 if an earlier run
             trained the module, and this run does not resume it by `ckpt_path`.
+        epoch_size: Size of an epoch, as `epoch_size` returns it. None: unknown.
         planned_env_steps: Environment steps at the end of the run. None: unknown.
     """
 
     def __init__(self) -> None:
         self.env_steps = self.frames = self.policy_version = self.env_steps_before_epochs = 0
+        self.epoch_size: tuple[int, int] | None = None
         self.planned_env_steps: int | None = None
+
+    def start(self, trainer: Trainer) -> None:
+        """Set the size of epochs and the planned end when training starts."""
+        if (size := epoch_size(trainer)) is not None:
+            self.env_steps_before_epochs = self.before_epochs(trainer, size)
+        self.epoch_size = size
+        self.planned_env_steps = planned_env_steps(trainer)
+
+    def before_epochs(self, trainer: Trainer, size: tuple[int, int]) -> int:
+        """Return `env_steps_before_epochs` of a run with epochs of a size.
+
+        If a resumed run had epochs of another size before, the result is such that the remaining epochs end in time.
+        """
+        if self.epoch_size in (None, size):
+            return self.env_steps_before_epochs
+        rollouts, steps = size
+        epochs = trainer.fit_loop.epoch_progress.current
+        done = epochs.completed * rollouts
+        if epochs.started > epochs.completed:
+            begun = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            done += begun if begun < rollouts else 0  # Lightning repeats an epoch that has fewer rollouts now
+        return self.env_steps - done * steps
 
     def lag(self, rollout: Rollout, may_lag: bool) -> int:
         """Return how many versions the policy of a rollout is older than the current policy.

@@ -188,6 +188,17 @@ def test_resumed_run_is_equal_bit_for_bit(env_id, options, name, values, tmp_pat
     assert curriculum.stage == 2
 
 
+def test_callback_of_an_earlier_run_starts_anew_or_where_the_checkpoint_is(tmp_path):
+    curriculum, seen = Curriculum(stages_of("length", 3, 10)), Seen()
+    data = make_data(ENV_ID, rollouts_per_epoch=2)
+    fit(curriculum, data, seen)
+    fit(curriculum, make_data(ENV_ID, rollouts_per_epoch=2), seen)
+    assert torch.equal(seen.observations[2], seen.observations[0])
+    state = curriculum.state_dict()
+    curriculum.load_state_dict(state)
+    assert curriculum.state_dict() == state and state["returns"]
+
+
 def test_evaluation_environments_do_not_change():
     data = make_data(ENV_ID, rollouts_per_epoch=1, evaluation={"episodes": 2})
     model = fit(Curriculum(stages_of("length", 3, 4, every=1000)), data)

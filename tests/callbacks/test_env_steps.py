@@ -214,6 +214,26 @@ def test_the_newest_n_checkpoints_are_kept_without_a_monitor_and_over_restarts(t
     assert steps_of(tmp_path) == [160, 192, 224]
 
 
+def test_checkpoints_by_validation_scores_are_those_of_validated_policies(tmp_path):
+    best = EnvStepCheckpoint(50, tmp_path, monitor="val/episode_length", save_top_k=-1)
+    _, _, clock = fit(best, max_epochs=3, enable_checkpointing=True)
+    assert clock.validations == [64, 128, 192]  # the checkpoints due at 64, 128 and 160
+    assert steps_of(tmp_path) == [64, 128, 192]
+
+
+def test_checkpoint_that_waits_for_a_validation_is_saved_after_a_restart(tmp_path):
+    def waiting():
+        return EnvStepCheckpoint(50, tmp_path / "best", monitor="val/episode_length", save_top_k=-1)
+
+    every = EnvStepCheckpoint(32, tmp_path / "every")
+    fit(waiting(), every, max_epochs=1, enable_checkpointing=True, rollouts_per_epoch=3)
+    assert steps_of(tmp_path / "best") == [96]
+    (tmp_path / "best/step=96.ckpt").unlink()
+    ckpt_path = tmp_path / "every/step=64.ckpt"
+    fit(waiting(), max_epochs=1, enable_checkpointing=True, rollouts_per_epoch=3, ckpt_path=ckpt_path)
+    assert steps_of(tmp_path / "best") == [96]
+
+
 def test_only_the_newest_checkpoints_are_kept_on_request(tmp_path):
     fit(EnvStepCheckpoint(32, tmp_path, save_top_k=1, save_last=True), max_epochs=2, enable_checkpointing=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=128.ckpt"]
@@ -339,6 +359,21 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path, options, message):
         make_trainer(max_epochs=2).fit(make_model(data, **options), data, ckpt_path=tmp_path / "last.ckpt")
 
 
+@pytest.mark.parametrize("changed", [{"num_envs": 1}, {"rollouts_per_epoch": 2}, {"rollouts_per_epoch": 6}], ids=str)
+@pytest.mark.parametrize("rollouts", [1, 2, 4, 6])
+def test_schedules_end_with_the_epochs_of_a_resumed_run_with_other_rollouts(changed, rollouts, tmp_path):
+    options = {"enable_checkpointing": True, "rollouts_per_epoch": 4}
+    fit(EnvStepCheckpoint(ROLLOUT, tmp_path), max_epochs=2, **options)
+    data = make_data(**{"rollouts_per_epoch": 4} | changed)
+    model = make_model(data, optimizer={"anneal": True})
+    ckpt_path = tmp_path / f"step={ROLLOUT * rollouts}.ckpt"
+    make_trainer(max_epochs=3).fit(model, data, ckpt_path=ckpt_path)
+    assert model.clock.planned_env_steps == model.env_steps
+    resumed = model.env_steps
+    make_trainer(max_epochs=4).fit(model, data)  # another run of the same model
+    assert model.clock.planned_env_steps == model.env_steps > resumed
+
+
 def test_a_checkpoint_with_another_number_of_environments_is_accepted(tmp_path):
     for epochs, num_envs, ckpt_path in ((1, 2, None), (2, 4, tmp_path / "last.ckpt")):
         data = make_data(num_envs=num_envs)
@@ -448,6 +483,14 @@ def test_policies_are_exported_at_intervals_and_at_the_end_the_newest_kept(tmp_p
     program = torch.export.load(tmp_path / "some" / "step=160" / "greedy.pt2").module()
     observations = torch.randn(50, 4)
     assert torch.equal(program(observations), model(observations))
+
+
+def test_exports_of_an_earlier_longer_run_make_room_for_those_of_a_new_one(tmp_path):
+    fit(PolicyExport(50, tmp_path, keep=2), EnvStepLimit(160))
+    fit(PolicyExport(50, tmp_path, keep=2), EnvStepLimit(64))
+    assert exports_of(tmp_path) == [64, 160]
+    fit(PolicyExport(50, tmp_path, keep=2), EnvStepLimit(96))
+    assert exports_of(tmp_path) == [64, 96]
 
 
 def test_all_policies_are_kept_beside_the_log_unless_told_otherwise(tmp_path):

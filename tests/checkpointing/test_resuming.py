@@ -178,6 +178,14 @@ def test_new_group_options_keep_stored_state(resume, tmp_path):
     assert after["state"][0]["step"] == before["state"][0]["step"] * 5 / 4
 
 
+def test_removed_scale_of_a_group_no_longer_applies(resume):
+    groups = {"*.bias": {"weight_decay": 0.1}}
+    model, _ = resume(TWO, stop=6, model={"optimizer": SETTINGS[TWO][1]["optimizer"] | {"groups": groups}})
+    for optimizer in model.steps.all_optimizers:
+        first, biases = optimizer.param_groups
+        assert biases["lr"] == first["lr"] and "learning_rate_scale" not in biases
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -359,6 +359,10 @@ def test_reading_the_spaces_leaves_no_process():
             "^evaluation.deterministic='no' is not valid: expected true or false$",
         ),
         ({"info_keys": "score"}, "^info_keys='score' is not valid: expected a list of keys$"),
+        (
+            {"info_keys": ["x", "episodes"]},
+            r"^info_keys=\['episodes'\] is not valid: expected keys whose",
+        ),
         ({"backend": "threads"}, "^backend='threads' is not valid"),
         ({"env": {"step_timeout": -1.0}, "backend": "async"}, "^env.step_timeout=-1.0 is not valid"),
         (

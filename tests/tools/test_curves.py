@@ -87,6 +87,12 @@ def test_runs_that_differ_only_by_seed_are_one_curve(tmp_path):
         find_logs(tmp_path / "c")
 
 
+def test_null_options_equal_missing_ones(tmp_path):
+    for seed in range(4):
+        write_run(tmp_path / f"version_{seed}", [seed], seed, **({"target_kl": None} if seed % 2 else {}))
+    assert {name: len(logs) for name, logs in by_experiment(find_logs(tmp_path)).items()} == {"PPO (CartPole-v1)": 4}
+
+
 def test_environment_of_run_with_data_class(tmp_path):
     for seed in range(2):
         write_run(tmp_path / f"version_{seed}", [seed])
@@ -260,6 +266,7 @@ def test_plot_command_draws_profiles_and_probabilities_of_improvement(in_tmp_pat
         (["run", "--kind=improvement"], "runs=['PPO'] is not valid: expected runs of at least two algorithms"),
         (["run", "--kind=profiles", "--metric=[a, b]"], "metric=['a', 'b'] is not valid: expected one metric"),
         (["run", "--metric=val/return"], "metric='val/return' is in no log: expected one of rollout/episode_return"),
+        (["PPO=run", "run"], "runs='PPO=...' is not valid: expected another name, since other runs have this one"),
         (["run", "--confidence=2"], "confidence=2.0 is not valid"),
         (["run", "--columns=0"], "columns=0 is not valid"),
         (["run", "--out=x.gif"], "out='x.gif' is not valid: expected a file that ends in .png, .svg or .pdf, or none"),
