@@ -44,7 +44,8 @@ bootstrap interval.
 Each row of the table compares scores of the same kind. A published maximum over training is compared with the best
 evaluation of each run, or with its best logged training returns if the maximum is one of training returns. Published
 training returns are compared with the last {LAST} logged training returns, and other published scores with the final
-policy over 100 episodes ("as before": the score in the column before). In the last column:
+policy over 100 episodes ("as before": the score in the column before). Scores here are rounded to the decimals of the
+published mean before they are compared. In the last column:
 
 * **beats**: the lower bound of the interval is at or above the published mean
 * **matches**: the interval contains the published mean, and the mean here is at least 90 % of the published mean
@@ -86,7 +87,16 @@ class Row:
     @property
     def mean(self) -> float:
         """Published mean."""
-        return float(self.published["score"].partition(" ")[0])
+        return float(self._published_mean)
+
+    @property
+    def outcome(self) -> str:
+        """How the scores of the seeds compare with the published mean."""
+        return verdict(self.values, self.mean, decimals=len(self._published_mean.partition(".")[2]))
+
+    @property
+    def _published_mean(self) -> str:
+        return self.published["score"].partition(" ")[0]
 
     @property
     def has_more_steps(self) -> bool:
@@ -97,17 +107,17 @@ class Row:
     def verdict(self) -> str:
         """Outcome, with the warnings that it needs."""
         warnings = ["one run"] * (self.source["seeds"] == 1) + ["more steps"] * self.has_more_steps
-        return ", ".join([f"**{verdict(self.values, self.mean)}**", *warnings])
+        return ", ".join([f"**{self.outcome}**", *warnings])
 
 
-def verdict(values: Sequence[float], published: float) -> str:
-    """Return how the scores of seeds compare with a published mean."""
+def verdict(values: Sequence[float], published: float, decimals: int = 6) -> str:
+    """Return how the scores of seeds compare with a published mean that is rounded to some decimals."""
     if len(values) < 3:
         return "fewer than three seeds"
-    low, high = zoo.interval(values)
+    mean, low, high = (round(x, decimals) for x in (statistics.fmean(values), *zoo.interval(values)))
     if low >= published:
         return "beats"
-    is_close = statistics.fmean(values) >= published - 0.1 * abs(published)
+    is_close = mean >= published - 0.1 * abs(published)
     return "matches" if high >= published and is_close else "below"
 
 
@@ -145,7 +155,7 @@ def page(runs: Mapping[str, Sequence[dict[str, Any]]], results: Path = zoo.RESUL
 def _summary(found: Sequence[Row]) -> str:
     names: dict[str, list[str]] = {}
     for row in found:
-        names.setdefault(verdict(row.values, row.mean), []).append(f"`{row.name}`")
+        names.setdefault(row.outcome, []).append(f"`{row.name}`")
     order = ("beats", "matches", "below", "fewer than three seeds")
     lines = [
         f"* {outcome}, {len(names[outcome])}: {', '.join(names[outcome])}\n" for outcome in order if outcome in names
