@@ -200,16 +200,13 @@ class MinGRU(nn.Module):
 
 
 class GRUGate(nn.Module):
-    """Gate between a residual stream x and the output y of a layer (Parisotto et al. 2020, section 3.2).
-
-    Initially the result is close to x.
-    """
+    """Gate between a residual stream x and the output y of a layer (Parisotto et al. 2020, section 3.2)."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.of_output, self.of_stream = nn.Linear(size, 3 * size), nn.Linear(size, 2 * size, bias=False)
         self.candidate = nn.Linear(size, size, bias=False)
-        nn.init.constant_(self.of_output.bias[size : 2 * size], -2.0)
+        nn.init.constant_(self.of_output.bias[size : 2 * size], -2.0)  # the first results are close to x
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         (r, z, h), (r_x, z_x) = self.of_output(y).chunk(3, -1), self.of_stream(x).chunk(2, -1)

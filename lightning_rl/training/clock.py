@@ -95,10 +95,7 @@ class RunClock:
         self.planned_env_steps = planned_env_steps(trainer)
 
     def before_epochs(self, trainer: Trainer, size: tuple[int, int]) -> int:
-        """Return `env_steps_before_epochs` of a run with epochs of a size.
-
-        If a resumed run had epochs of another size before, the result is such that the remaining epochs end in time.
-        """
+        """Return `env_steps_before_epochs`, corrected if a resumed run had epochs of another size than `size`."""
         if self.epoch_size in (None, size):
             return self.env_steps_before_epochs
         rollouts, steps = size
