@@ -106,8 +106,8 @@ def _build(spec: SpaceDict) -> spaces.Space[Any]:
             low, high = (np.broadcast_to(np.asarray(spec[key], dtype), shape) for key in ("low", "high"))
             return spaces.Box(low, high, shape, dtype.type)
         case "Discrete":
-            dtype = {"dtype": np.dtype(spec["dtype"]).type} if "dtype" in spec else {}
-            return spaces.Discrete(spec["n"], start=spec["start"], **dtype)
+            more = {"dtype": np.dtype(spec["dtype"]).type} if "dtype" in spec else {}
+            return spaces.Discrete(spec["n"], start=spec["start"], **more)
         case "MultiDiscrete":
             return spaces.MultiDiscrete(spec["nvec"], dtype=spec.get("dtype", np.int64), start=spec["start"])
         case "MultiBinary":

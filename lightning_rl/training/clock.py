@@ -99,8 +99,8 @@ class RunClock:
         if self.epoch_size in (None, size):
             return self.env_steps_before_epochs
         rollouts, steps = size
-        epochs = trainer.fit_loop.epoch_progress.current
-        done = epochs.completed * rollouts
+        epochs: Any = trainer.fit_loop.epoch_progress.current
+        done = int(epochs.completed) * rollouts
         if epochs.started > epochs.completed:
             begun = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             done += begun if begun < rollouts else 0  # Lightning repeats an epoch that has fewer rollouts now
