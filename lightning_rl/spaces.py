@@ -106,7 +106,7 @@ def _build(spec: SpaceDict) -> spaces.Space[Any]:
             low, high = (np.broadcast_to(np.asarray(spec[key], dtype), shape) for key in ("low", "high"))
             return spaces.Box(low, high, shape, dtype.type)
         case "Discrete":
-            more = {"dtype": np.dtype(spec["dtype"]).type} if "dtype" in spec else {}
+            more: dict[str, Any] = {"dtype": spec["dtype"]} if "dtype" in spec else {}
             return spaces.Discrete(spec["n"], start=spec["start"], **more)
         case "MultiDiscrete":
             return spaces.MultiDiscrete(spec["nvec"], dtype=spec.get("dtype", np.int64), start=spec["start"])
