@@ -71,9 +71,7 @@ class BehaviourCloning(OnPolicyAlgorithm):
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
         self.normalizers.begin(rollout)
         rows, weights = self.estimator.counted_steps(rollout, self.checked_weights(rollout))
-        if weights is not None:
-            per_step["weights"] = weights
-        return rollout.flatten(rows, **per_step)
+        return rollout.flatten(rows, weights=weights, **per_step)
 
     def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
         return super().frozen_parameters("actor")

@@ -164,7 +164,8 @@ class Rollout(SimpleNamespace):
     def flatten(self, rows: Tensor | None = None, /, **per_step: Nested) -> Batch:
         """Return real steps, or those in the mask `rows` `[T, B]`, as a batch with further fields `[T, B, ...]`.
 
-        A recurrent policy always returns all real steps in the order of sequences, since its state passes through them.
+        Fields that are None are left out. A recurrent policy always returns all real steps in the order of sequences,
+        since its state passes through them.
         """
         length, num_envs = self.shape
         fields: dict[str, Nested] = {
@@ -172,7 +173,7 @@ class Rollout(SimpleNamespace):
             "actions": self.actions,
             "log_probs": self.log_probs,
             "values": self.values,
-            **per_step,
+            **{name: x for name, x in per_step.items() if x is not None},
         }
         if self.memory is not None:
             assert self.starts is not None

@@ -48,9 +48,7 @@ class AdvantageEstimator:
             rollout = with_recomputed_values(self.policy, rollout)
         advantages, returns = self.advantages_and_returns(rollout)
         rows, weights = self.counted_steps(rollout, weights)
-        if weights is not None:
-            per_step["weights"] = weights
-        batch = rollout.flatten(rows, advantages=advantages, returns=returns, **per_step)
+        batch = rollout.flatten(rows, advantages=advantages, returns=returns, weights=weights, **per_step)
         batch.source = rollout, rows
         return batch
 

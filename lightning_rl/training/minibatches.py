@@ -82,9 +82,7 @@ def unroll(rollout: Rollout, weights: Tensor | None = None, **per_step: Nested) 
     Steps of weight 0 stay among the rows, because traces pass through them.
     """
     places = torch.arange(rollout.rewards.numel(), device=rollout.rewards.device).view(rollout.shape)
-    if weights is not None:
-        per_step["weights"] = weights
-    return Unroll(rollout, rollout.flatten(places=places, **per_step))
+    return Unroll(rollout, rollout.flatten(places=places, weights=weights, **per_step))
 
 
 Reduction = Literal["mean", "sum"]
