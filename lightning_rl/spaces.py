@@ -62,7 +62,7 @@ def space_to_dict(space: SpaceOrDict, field: str = "space") -> SpaceDict:
 
 
 def _dtype(space: spaces.Discrete | spaces.MultiDiscrete) -> SpaceDict:
-    """Return the dtype of a space, unless it is int64; older releases of Gymnasium have no other for `Discrete`."""
+    # Older releases of Gymnasium have no other dtype for `Discrete`.
     return {} if space.dtype == np.int64 else {"dtype": np.dtype(space.dtype).name}
 
 

@@ -637,3 +637,15 @@ def test_discounted_returns_of_another_run_begin_with_its_new_episodes():
     seen = torch.stack(returns)
     torch.testing.assert_close(model.reward_normalizer.moments.mean, seen.mean())
     torch.testing.assert_close(model.reward_normalizer.moments.variance, seen.var(correction=0))
+
+
+def test_parameters_that_no_optimizer_has_are_named_before_training():
+    class WithHead(PPO):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.head = torch.nn.Linear(2, 1)
+            self.anchor = torch.nn.Linear(2, 1).requires_grad_(False)
+
+    data = make_data()
+    with pytest.warns(UserWarning, match=r"will not be trained: head.weight, head.bias\. Make these modules in make_p"):
+        make_trainer().fit(WithHead(data.observation_space, data.action_space), data)

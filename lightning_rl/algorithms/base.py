@@ -52,6 +52,7 @@ from lightning_rl.training.checks import (
     refuse_automatic_optimization,
     refuse_tuners,
     training_device,
+    warn_of_untrained_parameters,
 )
 from lightning_rl.training.clock import RATES, RunClock, ScheduledOptions, is_bounded
 from lightning_rl.training.config import (
@@ -629,6 +630,7 @@ class OnPolicyAlgorithm(LightningModule):
     def on_train_start(self) -> None:
         _update_acting_policy(self)
         restore_this_rank(self, self.restored.get("ranks", []))
+        warn_of_untrained_parameters(self, self.steps.all_optimizers)
         for optimizer in self.steps.all_optimizers:
             for group in optimizer.param_groups:  # a checkpoint may come from another device
                 group |= {name: optimizer.defaults[name] for name in ("fused", "capturable") if name in group}

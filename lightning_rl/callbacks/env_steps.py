@@ -181,8 +181,7 @@ class EnvStepCheckpoint(ModelCheckpoint):
         every_n_env_steps: Environment steps of all ranks between checkpoints.
         dirpath: Folder; by default `checkpoints` in the folder of the logger.
         filename: As in `ModelCheckpoint`; `{step}` is the number of environment steps.
-        monitor: Logged value by which the best checkpoints are kept; with `val/...`, a checkpoint that is due is saved
-            after the next validation. None keeps the newest.
+        monitor: Logged value by which the best are kept (`val/...`: after the next validation). None keeps the newest.
         mode: Whether the largest (`max`) or the smallest (`min`) value is the best.
         save_top_k: Number of checkpoints to keep; -1 keeps all.
         save_last: Save a `last.ckpt` beside each checkpoint that is kept.

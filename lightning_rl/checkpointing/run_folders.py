@@ -139,8 +139,8 @@ def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool
 
     Args:
         root: Folder of the runs.
-        name: `last` for the newest intact checkpoint of any name, with a warning for damaged newer ones; `best` for the
-            `best_model_path` of the first `ModelCheckpoint` with a monitor.
+        name: `last` for the intact one with the most environment steps; `best` for the `best_model_path` of the first
+            `ModelCheckpoint` with a monitor.
         resumable: Skip checkpoints that contain only weights.
         nested: Search all folders below `root` for runs.
     """
@@ -180,10 +180,37 @@ def _newest_intact(newest_first: list[Path], resumable: bool) -> Path | None:
             continue
         for _, damage in damaged:
             rank_zero_warn(f"{damage}; using {str(path)!r} instead, the newest intact checkpoint of the run")
-        return path
+        return path if damaged else _furthest(path, resumable)
     if damaged:
         raise damaged[0][1]
     return None
+
+
+def _furthest(newest: Path, resumable: bool) -> Path:
+    """Return the checkpoint of a run with the most environment steps: in a copy of the run, times may be others."""
+    found, most = newest, _env_steps(newest)
+    if most < 0:  # reading it again raises an error that names it
+        return newest
+    for path in newest.parent.glob("*.ckpt"):
+        steps = _env_steps(path)
+        if steps > most and not (resumable and _has_only_weights(path)) and _is_intact(path):
+            found, most = path, steps
+    return found
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        check_intact(path, "ckpt_path", "an intact checkpoint")
+    except DamagedFileError:
+        return False
+    return True
+
+
+def _env_steps(path: Path) -> int:
+    try:
+        return int(read_checkpoint(path, mapped=True)[CHECKPOINT_KEY]["env_steps"])
+    except (ConfigurationError, KeyError):  # it cannot be read
+        return -1
 
 
 def _has_only_weights(path: Path) -> bool:
@@ -198,15 +225,12 @@ def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
     run_dir = checkpoint.parent.parent
     if checkpoint.parent.name != CHECKPOINTS:
         return None
-    newest = max(checkpoint.parent.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
-    if newest == checkpoint:
-        return run_dir
-    try:
-        check_intact(newest, "ckpt_path", "an intact checkpoint")
-        later = read_checkpoint(newest, mapped=True)[CHECKPOINT_KEY]["env_steps"] > env_steps
-    except ConfigurationError:  # damaged, which is why an older one was chosen
-        later = True
-    return None if later else run_dir
+    since = checkpoint.stat().st_mtime
+    for path in checkpoint.parent.glob("*.ckpt"):
+        is_newer = path.stat().st_mtime > since
+        if _env_steps(path) > env_steps or (is_newer and not _is_intact(path)):  # damaged: an older one was chosen
+            return None
+    return run_dir
 
 
 def default_checkpoints(folder: Path, given: list[Callback], validates: bool) -> list[Callback]:

@@ -119,8 +119,13 @@ class OnPolicyCLI(LightningCLI):
         # Unlike in Lightning, hyper-parameters of the checkpoint do not replace options of the command line.
         config = self.config[self.config.subcommand]
         self._fits = self.config.subcommand == "fit"
-        data, algorithm = config.data, config.model.class_path.rpartition(".")[2]
-        env_id = (data.init_args if self.subclass_mode_data else data).get("env_id", "environment")
+        seed, data, algorithm = config.seed_everything, config.data, config.model.class_path.rpartition(".")[2]
+        check(isinstance(seed, bool) or 0 <= seed < 2**32, "seed_everything", seed, "an integer from 0 to 2^32 - 1")
+        check(config.trainer is not None, "trainer", None, "a dict of its options")
+        data = data.init_args if self.subclass_mode_data else data
+        for group in default_groups(RolloutDataModule):
+            check(group not in data or data[group] is not None, f"data.{group}", None, "a dict of its options")
+        env_id = data.get("env_id", "environment")
         self._root = run_folders.run_root(config.trainer.default_root_dir, algorithm, env_id)
         name = path = config.ckpt_path
         if name in ("last", "best"):
@@ -217,7 +222,7 @@ class OnPolicyCLI(LightningCLI):
         try:
             # `PolicySummary` replaces the summary of Lightning.
             return super().instantiate_trainer(callbacks=callbacks, enable_model_summary=False, **kwargs)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise ConfigurationError(f"trainer: {error}") from error
 
     def _default_callbacks(self, config: Namespace, given: list[Callback]) -> Iterator[Callback]:

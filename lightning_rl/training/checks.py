@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,8 @@ from lightning.pytorch.strategies import (
     StrategyRegistry,
 )
 from lightning.pytorch.strategies.xla import XLAStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+from torch import nn
 
 from lightning_rl.options import changed
 from lightning_rl.policies.actor_critic import check_modes_agree
@@ -212,11 +214,26 @@ def check_spaces(model: Any, data: object) -> None:  # noqa: ANN401 - an algorit
             )
 
 
+def warn_of_untrained_parameters(model: nn.Module, optimizers: Sequence[Any]) -> None:
+    """Warn of parameters that are in no optimizer, unless they are frozen."""
+    trained = {id(x) for optimizer in optimizers for group in optimizer.param_groups for x in group["params"]}
+    names = [name for name, x in model.named_parameters() if x.requires_grad and id(x) not in trained]
+    if names:
+        rank_zero_warn(
+            f"in no optimizer, so they will not be trained: {', '.join(names)}. Make these modules in make_policy, "
+            "whose parameters are trained, or freeze them by requires_grad_(False)"
+        )
+
+
 def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:  # noqa: ANN401
     """Check that a Trainer can train an algorithm on rollouts of shape `(T, B)` per rank; None: unknown shape."""
     refuse_tuners(trainer)
     refuse_automatic_optimization(trainer)
     check_monitors(trainer)
+    epochs, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
+    check(epochs is None or epochs >= 1, "check_val_every_n_epoch", epochs, "an integer of at least 1, or None")
+    positive = not isinstance(interval, int | float) or interval > 0
+    check(positive, "val_check_interval", interval, "an integer of at least 1, or a fraction of an epoch")
     # XLA would cast the policy of the learner, but not the copy that acts.
     on_xla = "xla" in (model.device.type, training_device(trainer).type)
     precisions = ("32-true",) if on_xla else ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")

@@ -186,6 +186,17 @@ def test_damaged_best_checkpoint_raises(tmp_path):
         find_checkpoint(tmp_path, "best")
 
 
+def test_a_copied_run_with_other_times_resumes_from_its_last_step(tmp_path):
+    folder = tmp_path / "version_0/checkpoints"
+    best = write(folder / "best-step=10.ckpt", 200, **OURS)
+    last = write(folder / "last.ckpt", 100, **OURS | {"lightning_rl": {"format": FORMAT, "env_steps": 50}})
+    assert find_checkpoint(tmp_path, "last") == find_checkpoint(tmp_path, "last", resumable=True) == last
+    assert run_dir_of(last, 50) == tmp_path / "version_0"
+    assert run_dir_of(best, 10) is None  # a run that goes on there would overwrite the last checkpoint
+    flip_a_bit(last, "data.pkl")
+    assert find_checkpoint(tmp_path, "last") == best
+
+
 def test_name_decides_between_checkpoints_of_equal_time(tmp_path):
     last = write(tmp_path / "version_0/checkpoints/last.ckpt", 100)
     write(tmp_path / "version_0/checkpoints/step=30.ckpt", 100)

@@ -247,6 +247,42 @@ def test_null_for_a_group_of_options_is_one_message(capsys, group):
     assert message == f"model.{group}=None is not valid: expected a dict of its options"
 
 
+@pytest.mark.parametrize(
+    ("content", "group"),
+    [
+        ("data:\n  evaluation:\n", "data.evaluation"),
+        ("data:\n  actors:\n", "data.actors"),
+        ("model:\n  init_args:\n    policy:\n", "model.policy"),
+    ],
+    ids=lambda value: value.strip(),
+)
+def test_an_empty_group_in_a_configuration_is_one_message(capsys, content, group):
+    Path("bad.yaml").write_text(content)
+    message = refused(capsys, "fit", "--config", CARTPOLE, "--config", "bad.yaml")
+    assert message == f"{group}=None is not valid: expected a dict of its options"
+
+
+def test_an_empty_trainer_in_a_configuration_is_one_message(capsys):
+    Path("bad.yaml").write_text("data: {env_id: CartPole-v1}\nmodel: PPO\ntrainer:\n")
+    message = refused(capsys, "fit", "--config", "bad.yaml")
+    assert message == "trainer=None is not valid: expected a dict of its options"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--seed_everything=-1", r"seed_everything=-1 is not valid: expected an integer from 0 to 2\^32 - 1$"),
+        ("--seed_everything=4294967296", "seed_everything=4294967296 is not valid"),
+        ("--trainer.devices=foo", "trainer: `devices` selected with `CPUAccelerator`"),
+        ("--trainer.check_val_every_n_epoch=0", "check_val_every_n_epoch=0 is not valid: expected an integer of at"),
+        ("--trainer.val_check_interval=0", "val_check_interval=0 is not valid: expected an integer of at least 1, or"),
+    ],
+)
+def test_values_that_the_trainer_cannot_use_are_one_message(capsys, argument, message):
+    assert re.match(message, refused(capsys, "fit", *SMALL, argument))
+    assert not Path("runs").exists()
+
+
 def test_configurations_compose_and_the_command_line_wins(capsys, as_typed):
     Path("b.yaml").write_text("data:\n  num_envs: 3\nmodel:\n  init_args:\n    gamma: 0.5\n    clip_range: 0.3\n")
     config = configuration(
