@@ -379,9 +379,10 @@ def test_readme_counts_the_outcomes_of_the_results_page():
     compared = [x for x in summary.splitlines() if x.startswith("| [`") and "**fewer than three seeds**" not in x]
     counts = dict(re.findall(r"^\* (beats|matches|below), (\d+)", summary, re.MULTILINE))
     below = counts.get("below", "none")
+    verb = "is" if below in ("none", "1") else "are"
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"{len(compared)} configurations with three or more seeds are compared with published scores" in readme
-    assert f"{counts['beats']} beat the published score, {counts['matches']} match it and {below} is below" in readme
+    assert f"{counts['beats']} beat the published score, {counts['matches']} match it and {below} {verb} below" in readme
     assert f"{sum(' 1 run, ' in row for row in compared)} of the published scores come from a single run" in readme
 
 
