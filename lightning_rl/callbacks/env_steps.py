@@ -216,7 +216,6 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self.every_n_env_steps = every_n_env_steps
         self._last = self._saved_at = 0
         self._due = False
-        self._waits = monitor is not None and monitor.startswith("val/")
         self._validated_at: int | None = None
 
     @property
@@ -251,7 +250,8 @@ class EnvStepCheckpoint(ModelCheckpoint):
 
     def _save_if_due(self, trainer: Trainer) -> None:
         is_validated = self._validated_at == env_steps_of(trainer.lightning_module)
-        if self._due and (is_validated or not self._waits):
+        needs_validation = (self.monitor or "").startswith("val/")
+        if self._due and (is_validated or not needs_validation):
             # Lightning saves a global step once only: a rollout without a finite update is saved with the next one.
             self._due, self._saved_at = trainer.global_step == self._saved_at, trainer.global_step
             super().on_validation_end(trainer, trainer.lightning_module)

@@ -192,7 +192,7 @@ def test_a_copied_run_with_other_times_resumes_from_its_last_step(tmp_path):
     last = write(folder / "last.ckpt", 100, **OURS | {"lightning_rl": {"format": FORMAT, "env_steps": 50}})
     assert find_checkpoint(tmp_path, "last") == find_checkpoint(tmp_path, "last", resumable=True) == last
     assert run_dir_of(last, 50) == tmp_path / "version_0"
-    assert run_dir_of(best, 10) is None  # a run that goes on there would overwrite the last checkpoint
+    assert run_dir_of(best, 10) is None  # resuming there would overwrite the last checkpoint
     flip_a_bit(last, "data.pkl")
     assert find_checkpoint(tmp_path, "last") == best
 
