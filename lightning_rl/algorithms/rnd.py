@@ -19,15 +19,14 @@ from lightning_rl.distributed import all_reduce, gather_on_rank_zero
 from lightning_rl.nested import Nested, map_leaves, replace_leaves, space_leaves, without
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import Distribution
-from lightning_rl.policies.networks.images import network_for_image
-from lightning_rl.policies.networks.make import make_encoder
+from lightning_rl.policies.networks.make import make_encoder, name_image_networks
 from lightning_rl.policies.networks.mlp import HeadLinear, orthogonal_linear
 from lightning_rl.policies.normalization import NestedNormalizer
 from lightning_rl.policies.values import in_chunks, with_recomputed_values
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.rollouts.sequences import Sequences
-from lightning_rl.spaces import SpaceOrDict, is_image
+from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.normalizers import RewardNormalizer
 from lightning_rl.training.schedules import Scheduled
@@ -47,9 +46,9 @@ class CuriousActorCritic(ActorCritic):
         leaves = space_leaves(without(space, self._masks))
         whitened = {path: spaces.Box(-5, 5, x.shape) for path, x in leaves.items() if isinstance(x, spaces.Box)}
         self.novelty_normalizer = NestedNormalizer({path: x.shape for path, x in whitened.items()}, clip=5.0)
-        networks: Any = {path: network_for_image(x) for path, x in leaves.items() if is_image(x)}
+        network = name_image_networks(without(space, self._masks))
         space = replace_leaves(lambda path, x: whitened.get(path, x), without(space, self._masks))
-        encoders = [make_encoder(space, networks.get("", networks or "auto"), (_WIDTH,), "relu") for _ in range(2)]
+        encoders = [make_encoder(space, network, (_WIDTH,), "relu") for _ in range(2)]
         width = int(encoders[0].out_features)  # type: ignore[arg-type]
         # Names with `critic_`: target and predictor belong to the critic's half of the loss.
         self.critic_target = nn.Sequential(encoders[0], HeadLinear(width, _WIDTH, 1.0)).requires_grad_(False)

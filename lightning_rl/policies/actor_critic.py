@@ -18,7 +18,7 @@ from lightning_rl.options import OrDict, changed
 from lightning_rl.policies.distributions import Distribution, make_action_head
 from lightning_rl.policies.distributions.continuous import BetaHead
 from lightning_rl.policies.interface import PolicyOutput
-from lightning_rl.policies.networks.make import Network, make_encoder
+from lightning_rl.policies.networks.make import Network, make_encoder, name_image_networks
 from lightning_rl.policies.networks.mlp import DiscreteEncoding, HeadLinear
 from lightning_rl.policies.normalization import (
     NestedNormalizer,
@@ -97,7 +97,7 @@ class ActorCritic(nn.Module):
         observation_space: spaces.Space[Any],
         action_space: spaces.Space[Any],
         *,
-        normalize_observations: bool | dict[str, float] = False,
+        normalize_observations: bool | dict[str, bool | float] = False,
         value_normalization: ValueNormalization | None = None,
         **options: Any,  # noqa: ANN401
     ) -> None:
@@ -105,10 +105,12 @@ class ActorCritic(nn.Module):
         config = changed("policy", PolicyConfig(), options)
         self.memory = MemoryOptions.parse(config.memory)
         self.observation_normalizer: ObservationNormalizer | NestedNormalizer | None = None
-        encoded_space = observation_space
+        encoded_space, network = observation_space, config.network
         if normalize_observations is not False:
             moments = {} if normalize_observations is True else normalize_observations
             self.observation_normalizer, encoded_space = make_normalizer(observation_space, moments)
+            if moments.get("images"):
+                network = name_image_networks(observation_space, network)
         self._mask_path = find_masks(observation_space)
         self._masks = frozenset(() if self._mask_path is None else (self._mask_path,))
         encoded_space = without(encoded_space, self._masks)
@@ -121,9 +123,9 @@ class ActorCritic(nn.Module):
         has_images = any(map(is_image, space_leaves(observation_space).values()))
         shared = has_images and not self.critic_only if config.shared_encoder is None else config.shared_encoder
         mlp = (config.hidden_sizes, config.activation, config.discrete_encoding)
-        network = _network_of_actor(config.network, actor_space, encoded_space)
-        self.actor_encoder = make_encoder(actor_space, network, *mlp)
-        self.critic_encoder = None if shared else make_encoder(encoded_space, config.network, *mlp)
+        actor_network = _network_of_actor(network, actor_space, encoded_space)
+        self.actor_encoder = make_encoder(actor_space, actor_network, *mlp)
+        self.critic_encoder = None if shared else make_encoder(encoded_space, network, *mlp)
         width = value_width = int(self.actor_encoder.out_features)  # type: ignore[arg-type]
         if self.critic_encoder is not None:
             value_width = int(self.critic_encoder.out_features)  # type: ignore[arg-type]

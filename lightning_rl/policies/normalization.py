@@ -15,6 +15,8 @@ from lightning_rl.nested import Nested, map_paths, module_name, part_at, replace
 from lightning_rl.spaces import is_image
 from lightning_rl.validation import check, check_number, check_type
 
+_ELEMENTS_AT_A_TIME = 2**20  # that are float64 at once: of a rollout of images all would take gigabytes
+
 RewardScale = Literal["return_std", "reward_std"]
 """Divisor of rewards: the running standard deviation of the discounted return, or of the rewards themselves."""
 
@@ -47,11 +49,12 @@ class RunningMoments(nn.Module):
     @torch.no_grad()
     def update(self, x: Tensor, reduce: Reduce = identity) -> None:
         """Merge the rows `x`, `[N, *shape]`, of all ranks that `reduce` sums over, unless an entry is not finite."""
-        x = x.to(self.mean.dtype)
-        totals = reduce(torch.cat([x.new_tensor([x.shape[0]]), x.sum(0).flatten()]))
+        parts = torch.split(x, max(1, _ELEMENTS_AT_A_TIME // max(1, self.mean.numel())))
+        sums = torch.stack([part.to(self.mean.dtype).sum(0) for part in parts]).sum(0)
+        totals = reduce(torch.cat([self.mean.new_tensor([len(x)]), sums.flatten()]))
         count = totals[0]
         mean = (totals[1:] / count.clamp(min=1)).view_as(self.mean)
-        squares = reduce((x - mean).square().sum(0))
+        squares = reduce(torch.stack([(part.to(mean.dtype) - mean).square().sum(0) for part in parts]).sum(0))
         new_count = self.count + count
         weight = count / new_count.clamp(min=1)
         delta = mean - self.mean
@@ -80,9 +83,9 @@ class ObservationNormalizer(nn.Module):
 
     def forward(self, observations: Tensor) -> Tensor:
         """Normalize observations `[..., *shape]`, in at least float32."""
-        x = observations if observations.dtype == torch.float64 else observations.float()
-        mean, scale = self.moments.mean.to(x.dtype), self.moments.scale(self.epsilon).to(x.dtype)
-        return ((x - mean) * scale).clamp(-self.clip, self.clip)
+        dtype = torch.float64 if observations.dtype == torch.float64 else torch.float32
+        mean, scale = self.moments.mean.to(dtype), self.moments.scale(self.epsilon).to(dtype)
+        return (observations - mean).mul_(scale).clamp_(-self.clip, self.clip)
 
     def update(self, observations: Tensor, reduce: Reduce = identity) -> None:
         self.moments.update(observations, reduce)
@@ -101,44 +104,52 @@ class NestedNormalizer(nn.Module):
         """Normalize nested observations, leaves `[..., *shape]`."""
 
         def normalize(path: str, x: Tensor) -> Tensor:
-            return self._of(path)(x) if path in self.paths else x
+            return self.of(path)(x) if path in self.paths else x
 
         return map_paths(normalize, observations)
 
     def update(self, observations: Nested, reduce: Reduce = identity) -> None:
         for path in self.paths:
-            self._of(path).update(part_at(observations, path), reduce)
+            self.of(path).update(part_at(observations, path), reduce)
 
-    def _of(self, path: str) -> ObservationNormalizer:
+    def of(self, path: str) -> ObservationNormalizer:
         return cast(ObservationNormalizer, self.leaves[module_name(path)])
 
 
 def make_normalizer(
-    space: spaces.Space[Any], options: Mapping[str, float]
+    space: spaces.Space[Any], given: Mapping[str, bool | float]
 ) -> tuple[ObservationNormalizer | NestedNormalizer, spaces.Space[Any]]:
-    """Return a normalizer of every `Box` that is not an image, and the space of normalized observations.
+    """Return a normalizer of every `Box`, with or without images, and the space of normalized observations.
 
     Raises:
         ConfigurationError: The space has no such `Box`, or an option is unknown or out of range.
     """
+    options = dict(given)
+    images = options.pop("images", False)
+    check(isinstance(images, bool), "normalization.observations.images", images, "true or false")
     known = {"clip": {"above": 0}, "epsilon": {"at_least": 0}, "initial_variance": {"at_least": 0}}
     for name, value in options.items():
-        check(name in known, "normalization.observations", options, f"true, false or some of {', '.join(known)}")
+        expected = f"true, false or some of {', '.join(known)}, images"
+        check(name in known, "normalization.observations", given, expected)
         check_number(f"normalization.observations.{name}", value, **known[name])
-    shapes = {
-        path: leaf.shape
+    found = {
+        path: leaf
         for path, leaf in space_leaves(space).items()
-        if isinstance(leaf, spaces.Box) and not is_image(leaf)
+        if isinstance(leaf, spaces.Box) and (images or not is_image(leaf))
     }
-    expected = f"False, since only a Box that is no image can be normalized, and {space} has none"
-    check(bool(shapes), "normalization.observations", True, expected)
+    without_images = "" if images else " that is no image can be normalized without 'images: true'"
+    expected = f"False, since only a Box{without_images}, and {space} has none"
+    check(bool(found), "normalization.observations", True, expected)
+    normalizers = NestedNormalizer({path: leaf.shape for path, leaf in found.items()}, **options)
+    for path, leaf in found.items():
+        if is_image(leaf) and "initial_variance" not in options:  # divides by 255, as without normalization
+            normalizers.of(path).moments.variance.fill_(255.0**2)
     bound = ObservationNormalizer((), **options).clip
 
     def bounded(path: str, leaf: spaces.Space[Any]) -> spaces.Space[Any]:
-        return spaces.Box(-bound, bound, leaf.shape, np.float32) if path in shapes else leaf
+        return spaces.Box(-bound, bound, leaf.shape, np.float32) if path in found else leaf
 
-    normalizer = ObservationNormalizer(shapes[""], **options) if "" in shapes else NestedNormalizer(shapes, **options)
-    return normalizer, replace_leaves(bounded, space)
+    return normalizers.of("") if "" in found else normalizers, replace_leaves(bounded, space)
 
 
 ValueNormalization = Literal["running_std", "popart"]

@@ -161,7 +161,8 @@ class NormalizationConfig:
     Args:
         observations: Standardize all `Box` observations except images by their running moments. A dict sets options:
             `clip` bounds the result (10), `epsilon` is added to the variance (1e-8), `initial_variance` is the variance
-            before any data (1).
+            before any data (1; 255² for images), and `images: true` standardizes images too, each pixel by its own
+            moments.
         rewards: Divide rewards by the running standard deviation of the discounted return (true or `return_std`) or of
             the rewards (`reward_std`).
         reward_clip: Bound of the absolute normalized reward. None does not clip.
@@ -172,7 +173,7 @@ class NormalizationConfig:
             the same moments. `before` updates them first; importance ratios then do not start at 1.
     """
 
-    observations: bool | dict[str, float] = False
+    observations: bool | dict[str, bool | float] = False
     rewards: bool | RewardScale = False
     reward_clip: PositiveFloat | None = 10.0
     values: ValueNormalization | None = None

@@ -134,6 +134,24 @@ def test_encoders_get_the_space_of_normalized_observations():
     assert not next(policy.actor_encoder.inputs.children()).is_uint8
 
 
+@pytest.mark.parametrize(("size", "network"), [(7, "auto"), (40, "auto"), (40, "impala"), (40, "mlp")])
+def test_normalized_images_have_their_own_moments_for_each_pixel(size, network):
+    space = spaces.Box(0, 255, (size, size, 3), np.uint8)
+    normalize = {"images": True, "epsilon": 16.0, "clip": 1.5}
+    policy = ActorCritic(space, spaces.Discrete(2), network=network, normalize_observations=normalize)
+    plain = ActorCritic(space, spaces.Discrete(2), network=network)
+    assert type(policy.actor_encoder) is type(plain.actor_encoder)
+    assert (policy.critic_encoder is None) == (plain.critic_encoder is None)
+    x = observations(space, 20)
+    policy.observation_normalizer.update(x)
+    deviation = (x.double().var(0, correction=0) + 16).sqrt()
+    standardized = ((x - x.double().mean(0)) / deviation).clamp(-1.5, 1.5).float()
+    assert (standardized.abs() == 1.5).any()
+    values = policy.value(x)
+    policy.observation_normalizer = None
+    torch.testing.assert_close(values, policy.value(standardized), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("space", [IMAGE, spaces.Discrete(3)])
 def test_normalizing_images_or_discrete_observations_raises(space):
     with pytest.raises(ConfigurationError, match=r"normalization.observations=True .* only a Box that is no image"):

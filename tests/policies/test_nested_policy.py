@@ -10,6 +10,7 @@ from lightning_rl import PPO
 from lightning_rl.cli.main import main
 from lightning_rl.nested import map_leaves, map_stacked
 from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.networks.images import ImpalaEncoder
 from lightning_rl.policies.networks.mlp import embedding_size
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data, make_model, make_trainer
@@ -92,6 +93,20 @@ def test_each_box_but_images_has_its_own_moments():
         expected = (given - given.mean(0)) / given.std(0, correction=0)
         torch.testing.assert_close(found, expected.clamp(-10, 10), rtol=1e-4, atol=1e-4)
     assert y["camera"] is x["camera"] and y["arm"][0] is x["arm"][0] and y["body"] == x["body"]
+
+
+@pytest.mark.parametrize("network", ["auto", "impala", {"camera": "impala"}, {"place": "mlp", "camera": "auto"}])
+def test_images_in_a_dict_are_normalized_if_asked(network):
+    policy = ActorCritic(SENSORS, DISCRETE, network=network, normalize_observations={"images": True})
+    plain = ActorCritic(SENSORS, DISCRETE, network=network)
+    x = samples(SENSORS, 50)
+    policy.observation_normalizer.update(x)
+    camera = x["camera"].float()
+    expected = (camera - camera.mean(0)) / camera.std(0, correction=0)
+    normalized = policy.observation_normalizer(x)
+    torch.testing.assert_close(normalized["camera"], expected.clamp(-10, 10), rtol=1e-4, atol=1e-4)
+    encoders = [{type(x) for x in policy.actor_encoder.modules()} for policy in (policy, plain)]
+    assert ImpalaEncoder in encoders[0] and encoders[0] == encoders[1]
 
 
 def test_nested_moments_are_updated_from_rollouts():

@@ -46,6 +46,16 @@ def test_moments_of_large_numbers_are_accurate():
     assert moments.variance.item() == pytest.approx(rows.var(correction=0).item(), rel=1e-7)
 
 
+def test_images_are_summed_in_parts():
+    shape = (3, 200, 200)  # eight rows at once
+    rows = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (37, *shape), np.uint8))
+    moments = RunningMoments(shape)
+    moments.update(rows)
+    assert moments.count.item() == 37
+    torch.testing.assert_close(moments.mean, rows.double().mean(0), **EXACT)
+    torch.testing.assert_close(moments.variance, rows.double().var(0, correction=0), **EXACT)
+
+
 def test_update_without_rows_changes_nothing():
     moments = RunningMoments((2,))
     moments.update(torch.zeros(0, 2))

@@ -468,6 +468,7 @@ def test_weights_of_a_memory_belong_to_the_parts_that_use_it(separate):
             {"normalization": {"observations": {"mean": 0}}},
             r"normalization.observations=\{'mean': 0\} .* clip, epsilon",
         ),
+        ({"normalization": {"observations": {"images": 1}}}, r"observations\.images=1 .* true or false"),
         ({"clipping": {"log_prob": 0}}, r"clipping.log_prob=0 .* above 0"),
         ({"debug": {"histograms": 1}}, r"debug.histograms=1 .* true or false"),
     ],

@@ -70,6 +70,24 @@ def make_encoder(
     return MLPEncoder(space, *mlp, encoders)
 
 
+def name_image_networks(space: spaces.Space[Any], network: Network = "auto") -> Network:
+    """Return `network` with a name instead of `auto` for each image, since a normalized image no longer looks like one.
+
+    The names of a nested space are a dict by path.
+    """
+    is_by_path = isinstance(network, dict) and "class_path" not in network
+    if not is_by_path and network not in ("auto", "nature", "impala"):
+        return network
+    named: dict[str, str | dict[str, Any] | None] = {
+        path: network_for_image(leaf) if is_by_path or network == "auto" else network
+        for path, leaf in space_leaves(space).items()
+        if is_image(leaf)
+    }
+    if isinstance(network, dict):
+        named |= {path: one for path, one in network.items() if one != "auto"}
+    return cast(Network, named.get("", named or network))
+
+
 def network_to_plain_data(network: Any) -> Network:  # noqa: ANN401 - names, classes, or dicts of them
     """Replace the classes in a value of `network` by their class paths and arguments."""
     if isinstance(network, str):
