@@ -98,6 +98,11 @@ def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def whole(value: T) -> T | int:
+    """Return a whole float such as 1e6 as an integer, and other values unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
     """Whether `value` is a sequence such as a list, and neither a string nor bytes."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)

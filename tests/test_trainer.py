@@ -5,6 +5,7 @@ import itertools
 import subprocess
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -418,6 +419,33 @@ def test_lightnings_tuner_is_refused_with_what_to_do_instead():
         Tuner(make_trainer()).scale_batch_size(model, datamodule=data)
     assert model.env_steps == 0
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), before, strict=True))
+
+
+def test_checkpoints_by_time_are_refused_since_lightning_would_save_none():
+    data = make_data()
+    timed = ModelCheckpoint(train_time_interval=timedelta(hours=1))
+    with pytest.raises(ConfigurationError, match=r"ModelCheckpoint.train_time_interval: .*; expected LastCheckpoint"):
+        make_trainer(callbacks=[timed], enable_checkpointing=True).fit(make_model(data), data)
+
+
+def test_checkpoints_by_gradient_steps_give_a_warning(tmp_path):
+    data = make_data()
+    every = ModelCheckpoint(tmp_path, every_n_train_steps=5)
+    with pytest.warns(UserWarning, match=r"ModelCheckpoint\(every_n_train_steps=5\) counts gradient steps"):
+        make_trainer(callbacks=[every], enable_checkpointing=True).fit(make_model(data), data)
+
+
+def test_validation_by_time():
+    data = make_data()
+    trainer = make_trainer(val_check_interval=timedelta(microseconds=1), limit_val_batches=1.0)
+    trainer.fit(make_model(data), data)
+    assert "val/episode_return" in trainer.callback_metrics
+
+
+def test_logging_without_a_trainer_only_warns():
+    model = make_model(make_data())
+    with pytest.warns(UserWarning, match="not registered"):
+        model.log("x", 1.0)
 
 
 @pytest.mark.parametrize("callback", [EarlyStopping, lambda monitor: ModelCheckpoint(monitor=monitor)])

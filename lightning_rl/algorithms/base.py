@@ -657,7 +657,7 @@ class OnPolicyAlgorithm(LightningModule):
     def log(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - arguments of LightningModule.log
         """Log a value as `LightningModule.log` does, against environment steps."""
         super().log(*args, **kwargs)
-        if self.trainer.training:
+        if self._trainer is not None and self.trainer.training:
             self.metrics.logged(self, bool(kwargs.get("on_epoch")))
 
     def validation_step(self, episodes: list[Episode], batch_idx: int) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from torch import Tensor
 
 from lightning_rl.training.clock import ends_epoch, env_steps_of, validates_now
-from lightning_rl.validation import check, check_positive_int, is_int, make_folder
+from lightning_rl.validation import check, check_positive_int, is_int, make_folder, whole
 
 
 class EnvStepInterval(Callback):
@@ -104,8 +104,7 @@ class EnvStepLimit(Callback):
     """
 
     def __init__(self, max_env_steps: int | float) -> None:
-        whole = isinstance(max_env_steps, float) and max_env_steps.is_integer()
-        self.max_env_steps = int(check_positive_int("max_env_steps", int(max_env_steps) if whole else max_env_steps))
+        self.max_env_steps = int(check_positive_int("max_env_steps", whole(max_env_steps)))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop a resumed run that has reached the limit already."""
@@ -144,6 +143,8 @@ class EnvStepValidation(Callback):
         if stage == "fit":
             epochs = trainer.check_val_every_n_epoch
             check(epochs in (None, 1), "check_val_every_n_epoch", epochs, "1 or None with EnvStepValidation")
+            by_time = not hasattr(trainer, "val_check_interval")
+            check(not by_time, "val_check_interval", "a time", "a number with EnvStepValidation, which replaces it")
             # With 1.0, Lightning's callbacks would wait for the end of an epoch instead of a validation.
             self._replaced, trainer.val_check_interval = trainer.val_check_interval, 0.5
 
@@ -249,12 +250,16 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self._save_if_due(trainer)
 
     def _save_if_due(self, trainer: Trainer) -> None:
-        is_validated = self._validated_at == env_steps_of(trainer.lightning_module)
-        needs_validation = (self.monitor or "").startswith("val/")
-        if self._due and (is_validated or not needs_validation):
+        module: Any = trainer.lightning_module
+        kind = (self.monitor or "").partition("/")[0]
+        is_ready = self._validated_at == env_steps_of(module) if kind == "val" else True
+        if self._due and kind == "rollout":  # the score of these rollouts, not of those before the last log
+            module.metrics.show_unlogged(trainer)
+            is_ready = self.monitor in trainer.callback_metrics  # not until an episode ends
+        if self._due and is_ready:
             # Lightning saves a global step once only: a rollout without a finite update is saved with the next one.
             self._due, self._saved_at = trainer.global_step == self._saved_at, trainer.global_step
-            super().on_validation_end(trainer, trainer.lightning_module)
+            super().on_validation_end(trainer, module)
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
         # Overrides a private method of Lightning 2.6, which casts "step" to 32 bits.

@@ -18,7 +18,7 @@ from lightning_rl.files import load_plain
 from lightning_rl.policies.sharding import whole
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.gradient_steps import WHAT_TO_TRY, EagerEngine, not_finite_throughout, total_norm
-from lightning_rl.training.minibatches import minibatch_from_state, minibatch_state
+from lightning_rl.training.minibatches import Minibatch, minibatch_from_state, minibatch_state
 from lightning_rl.training.optimizers import optimizers_and_schedulers
 from lightning_rl.validation import ConfigurationError, constructor_options, import_class, loading
 
@@ -44,7 +44,9 @@ class FailedUpdate:
         # The Trainer only provides the precision, without `fit`. On a CPU it would replace 16-mixed by bf16-mixed.
         half = content["precision"] == "16-mixed"
         chosen = {"plugins": MixedPrecision("16-mixed", "cpu")} if half else {"precision": content["precision"]}
-        self._trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True, **chosen)
+        silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        quiet: dict[str, Any] = dict.fromkeys(silent, False)
+        self._trainer = Trainer(accelerator="cpu", **quiet, **chosen)
         self._trainer.precision_plugin.convert_module(self.module)
         self.module.load_state_dict(content["state_dict"])
         self.module.trainer = self._trainer
@@ -133,9 +135,11 @@ def save_failed_update(
     state_dict: Mapping[str, Tensor],
     optimizer_states: Sequence[Mapping[str, Any]],
 ) -> Path | None:
-    """Save the failed update in the Trainer's folder; return the path, or None if it cannot be written."""
+    """Save the failed update in the Trainer's folder; return the path, or None if that is not possible."""
     trainer, failed = module.trainer, module.steps.failed_minibatch
-    if failed is None:
+    name = getattr(failed and failed.loss, "__name__", "")
+    # A function of the user, or another kind of minibatch, cannot be stored as plain data.
+    if failed is None or getattr(module, name, None) != failed.loss or not isinstance(failed.minibatch, Minibatch):
         return None
     checkpoints = [
         getattr(c, name, "") for c in trainer.checkpoint_callbacks for name in ("last_model_path", "best_model_path")
@@ -147,7 +151,7 @@ def save_failed_update(
         "state_dict": state_dict,
         "optimizer_states": optimizer_states,
         "minibatch": minibatch_state(failed.minibatch),
-        "loss": failed.loss,
+        "loss": name,
         "part": failed.part,
         "terms": dict(terms),
         "env_steps": module.env_steps,
@@ -155,8 +159,8 @@ def save_failed_update(
         "policy_version": module.policy_version,
         "checkpoint_path": next((str(path) for path in checkpoints if path), None),
     }
-    name = f"failed-update-{module.env_steps}" + (f"-rank{module.global_rank}" if trainer.world_size > 1 else "")
-    path = Path(trainer.default_root_dir) / f"{name}.pt"
+    rank = f"-rank{module.global_rank}" if trainer.world_size > 1 else ""
+    path = Path(trainer.default_root_dir) / f"failed-update-{module.env_steps}{rank}.pt"
     try:
         AtomicCheckpointIO().save_checkpoint(content, path)
     except CheckpointFailure:  # the failed update itself is the error to report

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
     rank_zero_info,
@@ -39,8 +39,8 @@ class InterruptionGuard(Callback):
       and `Trainer.fit` raises `SystemExit` with status 130 or 143. A learner that waits for asynchronous actors stops
       at once. A second signal kills the process.
     * SLURM's signal for requeueing the job (SIGUSR1) also waits for the end of the update.
-    * `Trainer.save_checkpoint` raises during a rollout or its update; `ModelCheckpoint(save_on_exception=True)` then
-      saves nothing.
+    * `Trainer.save_checkpoint` raises during a rollout or its update; `ModelCheckpoint(save_on_exception=True)` and
+      `OnExceptionCheckpoint` then save nothing.
     * Checkpoints are written and read by `AtomicCheckpointIO`, unless the Trainer has another checkpoint plugin.
     * A TensorBoard log that cannot be written ends the run with one `LogFailure`.
 
@@ -72,7 +72,7 @@ class InterruptionGuard(Callback):
         self._free = {s for s in signal.valid_signals() if _is_free(signal.getsignal(s))} if is_main else set()
         self._handled, self._received, self._stopping, self._requeue = [], {}, [], {}
         for callback in self._not_saving:
-            callback.save_on_exception = True
+            del callback.on_exception
         self._not_saving = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -174,16 +174,16 @@ class InterruptionGuard(Callback):
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Keep each `ModelCheckpoint`, which Lightning calls after this callback, from saving half an update."""
+        """Keep the checkpoint callbacks, which Lightning calls after this callback, from saving half an update."""
         if _is_between_rollouts(trainer):
             return
         for callback in trainer.checkpoint_callbacks:
-            if getattr(callback, "save_on_exception", False):
-                callback.save_on_exception = False  # type: ignore[attr-defined]
+            if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
+                callback.on_exception = _save_nothing  # type: ignore[method-assign]
                 self._not_saving.append(callback)
                 rank_zero_warn(
-                    f"save_on_exception: nothing was saved, because {type(exception).__name__} was raised in the "
-                    "middle of a rollout or its update; resume from the last checkpoint"
+                    f"{type(callback).__name__}: nothing was saved, because {type(exception).__name__} was raised in "
+                    "the middle of a rollout or its update; resume from the last checkpoint"
                 )
 
 
@@ -260,6 +260,10 @@ def _exit_status(signum: int, is_first_rank: bool) -> SystemExit:
 def _is_between_rollouts(trainer: Trainer) -> bool:
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     return not (getattr(trainer.lightning_module, "updating", False) or getattr(datamodule, "rollout_pending", False))
+
+
+def _save_nothing(trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    """Replace `on_exception` of a checkpoint callback."""
 
 
 def _print(message: str) -> None:

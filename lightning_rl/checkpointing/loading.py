@@ -55,9 +55,11 @@ def from_checkpoint(
         }
         module = _construct(algorithm, options, changes)
         module.configure_model()
+    default, state = module.strict_loading, checkpoint["state_dict"]
+    module.strict_loading = default if strict is None else strict
     module.on_load_checkpoint(checkpoint)
-    state = checkpoint["state_dict"]
-    module.load_state_dict(state, strict=module.strict_loading if strict is None else strict)
+    module.load_state_dict(state, strict=module.strict_loading)
+    module.strict_loading = default
     return module.to(next((x.device for x in state.values()), torch.device("cpu")))
 
 

@@ -80,7 +80,8 @@ def check_fits(checkpoint: Mapping[str, Any], module: Any) -> None:  # noqa: ANN
     own_state = module.state_dict()
     # `ModelParallelStrategy` has already loaded and removed the parameters.
     states = (checkpoint.get("state_dict", own_state), own_state)
-    shapes = [{name: x.shape for name, x in state.items()} for state in states]
+    shared = states[0].keys() & own_state.keys()
+    shapes = [{n: x.shape for n, x in state.items() if module.strict_loading or n in shared} for state in states]
     if not different and shapes[0] == shapes[1]:
         return
     different = [name for name in _NETWORK_OPTIONS if stored.get(name) != own.get(name)] + different
@@ -211,13 +212,14 @@ def adopt_settings(checkpoint: dict[str, Any], module: Any) -> None:  # noqa: AN
     if not keeps_schedule:
         checkpoint["lr_schedulers"] = []
     for state, scheduler in zip(checkpoint["lr_schedulers"], schedulers, strict=False):
-        new = scheduler.state_dict()
-        state |= {name: new[name] for name in own[f"{SCHEDULER}.options"] if name in new and name != "last_epoch"}
+        new, arguments = scheduler.state_dict(), _argument_names(stored, (SCHEDULER,))
+        arguments |= _argument_names(own, (SCHEDULER,))
+        state |= {name: new[name] for name in arguments if name in new and name != "last_epoch"}
 
 
-def _argument_names(options: Mapping[str, Any]) -> set[str]:
-    given = [options.get(f"{group}.options") or {} for group in _OPTIMIZERS]
-    given += (options.get("optimizer.groups") or {}).values()
+def _argument_names(options: Mapping[str, Any], of: Sequence[str] = _OPTIMIZERS) -> set[str]:
+    given = [options.get(f"{group}.options") or {} for group in of]
+    given += (options.get("optimizer.groups") or {}).values() if of is _OPTIMIZERS else []
     return {name for arguments in given for name in arguments}
 
 
@@ -228,17 +230,16 @@ def _adopt_learning_rates(
     states, schedulers = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
         before, now = (_initial_rate(options, index) for options in (stored, own))
-        for group, new in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        scheduler = schedulers[index] if index < len(schedulers) else {}
+        for number, (group, new) in enumerate(zip(state["param_groups"], optimizer.param_groups, strict=True)):
             first, first_now = before * group.get(SCALE, 1.0), now * new.get(SCALE, 1.0)
             if was_scheduled:
                 group["lr"] = new["lr"]
             elif first != first_now:
-                rates = [name for name in ("lr", "initial_lr") if name in group]
-                # A rate of 0 cannot be scaled.
-                group |= {name: group[name] / first * first_now if first else first_now for name in rates}
-        if before != now and index < len(schedulers):
-            for name in {"base_lrs", "_last_lr"} & {*schedulers[index]}:
-                schedulers[index][name] = [rate / before * now for rate in schedulers[index][name]]
+                rates: list[tuple[Any, str | int]] = [(group, name) for name in ("lr", "initial_lr") if name in group]
+                rates += [(scheduler[name], number) for name in ("base_lrs", "_last_lr") if name in scheduler]
+                for holder, key in rates:  # a rate of 0 cannot be scaled
+                    holder[key] = holder[key] / first * first_now if first else first_now
 
 
 def _is_scheduled(options: Mapping[str, Any]) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -151,9 +152,24 @@ def refuse_automatic_optimization(trainer: Trainer) -> None:
     check(accumulated == 1, "trainer.accumulate_grad_batches", accumulated, expected)
 
 
-def check_monitors(trainer: Trainer) -> None:
-    """Check that callbacks monitor a value that is logged, and a return with `mode="max"`; the default is `min`."""
+_EVERY = re.compile(r"'every_n_train_steps': ([2-9]|\d{2,})")
+
+
+def check_callbacks(trainer: Trainer) -> None:
+    """Check that checkpoint callbacks can save, and that callbacks monitor a logged value in the right direction."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        # Lightning has no other public name for the interval.
+        if isinstance(callback, ModelCheckpoint) and "'train_time_interval': datetime" in callback.state_key:
+            raise ConfigurationError(
+                f"trainer.callbacks: {type(callback).__name__}.train_time_interval: Lightning saves nothing by time in "
+                "manual optimization; expected LastCheckpoint(train_time_interval=...), or EnvStepCheckpoint"
+            )
+        if isinstance(callback, ModelCheckpoint) and (every := _EVERY.search(callback.state_key)):
+            rank_zero_warn(
+                f"{type(callback).__name__}(every_n_train_steps={every[1]}) counts gradient steps, and saves only if "
+                f"their number is a multiple of {every[1]} at the end of a rollout; EnvStepCheckpoint counts "
+                "environment steps"
+            )
         monitor, mode = getattr(callback, "monitor", None), getattr(callback, "mode", "max")
         if not isinstance(monitor, str):
             continue
@@ -229,8 +245,9 @@ def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] |
     """Check that a Trainer can train an algorithm on rollouts of shape `(T, B)` per rank; None: unknown shape."""
     refuse_tuners(trainer)
     refuse_automatic_optimization(trainer)
-    check_monitors(trainer)
-    epochs, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
+    check_callbacks(trainer)
+    # An interval of time is no attribute of the Trainer.
+    epochs, interval = trainer.check_val_every_n_epoch, getattr(trainer, "val_check_interval", None)
     check(epochs is None or epochs >= 1, "check_val_every_n_epoch", epochs, "an integer of at least 1, or None")
     positive = not isinstance(interval, int | float) or interval > 0
     check(positive, "val_check_interval", interval, "an integer of at least 1, or a fraction of an epoch")

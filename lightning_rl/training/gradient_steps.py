@@ -24,7 +24,6 @@ from lightning_rl import fast
 from lightning_rl.distributed import all_reduce, average, world_size
 from lightning_rl.policies.sharding import is_sharded, reshard, whole
 from lightning_rl.training.loss import Loss
-from lightning_rl.training.minibatches import Minibatch
 from lightning_rl.training.optimizers import AdaptiveLearningRate
 from lightning_rl.training.parameter_groups import ActorOrCritic
 
@@ -42,10 +41,10 @@ class NotFiniteError(Exception):
 
 
 class FailedMinibatch(NamedTuple):
-    """A minibatch with a non-finite loss or gradient, the name of its loss method, and the trained part."""
+    """A minibatch with a non-finite loss or gradient, its loss, and the trained part."""
 
-    minibatch: Minibatch
-    loss: str
+    minibatch: Any
+    loss: Callable[[Any], Loss]
     part: ActorOrCritic | None
 
 
@@ -191,7 +190,7 @@ class GradientSteps:
         if not self.gradient_norms and (whole := self.engine.whole_step(self, loss_of, batch)) is not None:
             loss, (record.is_open, record.finite, record.num_updates) = whole
             self.record_loss(loss)
-            self._check_finite(batch, name)
+            self._check_finite(batch, loss_of)
             return
         optimizers = self.optimizers
         for optimizer in optimizers:
@@ -204,7 +203,7 @@ class GradientSteps:
             raise ValueError(f"{name} does not depend on the policy: expected terms of self.actor_critic(batch)")
         before = snapshot([x.optimizer for x in optimizers]) if self.rollback and loss.limits else None
         self._backward(total)
-        self._apply_gradients(total.detach(), batch, name)
+        self._apply_gradients(total.detach(), batch, loss_of)
         if before is not None:
             self._restore_unless_close(loss_of, batch, before)
 
@@ -264,7 +263,7 @@ class GradientSteps:
         for parameter in self.model.frozen_parameters(self.part) if frozen else ():  # sharded again
             parameter.grad = None
 
-    def _apply_gradients(self, total: Tensor, batch: Any, name: str) -> None:  # noqa: ANN401
+    def _apply_gradients(self, total: Tensor, batch: Any, loss_of: Callable[[Any], Loss]) -> None:  # noqa: ANN401
         """Average, unscale, norm, clip, finite check, step: the order for every strategy and precision."""
         record, trainer = self.record, self.model.trainer
         # Other engines and strategies leave different gradients on each rank. `XLAStrategy` is a DDPStrategy, but
@@ -295,7 +294,7 @@ class GradientSteps:
         for norm in norms.values():
             if not _is_known_finite(norm):
                 record.stop_all_phases_unless(norm - norm == 0)  # fewer kernels than isfinite
-        self._check_finite(batch, name)
+        self._check_finite(batch, loss_of)
         record.num_updates = record.num_updates + record.takes_step
         for index, (_, optimizer, _) in enumerate(stepping):
             self._step(optimizer, counts=index == 0)
@@ -315,13 +314,13 @@ class GradientSteps:
         self.record.skip_step_if(overflow)
         return {name: norm.masked_fill(overflow, 0.0) for name, norm in norms.items()}
 
-    def _check_finite(self, batch: Any, name: str) -> None:  # noqa: ANN401
+    def _check_finite(self, batch: Any, loss_of: Callable[[Any], Loss]) -> None:  # noqa: ANN401
         """Keep the first minibatch with a non-finite loss or gradient. On a GPU the host checks later."""
         if self.failed_minibatch is None:
-            one, finite = FailedMinibatch(batch, name, self.part), self.record.finite
+            one, finite = FailedMinibatch(batch, loss_of, self.part), self.record.finite
             if not finite.is_cpu:
                 self._unchecked.append((one, finite))
-                self._unchecked_bytes += batch.num_bytes
+                self._unchecked_bytes += getattr(batch, "num_bytes", 0)
                 if self._unchecked_bytes > _MAX_UNCHECKED:
                     self._find_failed_minibatch()
             elif not finite:

@@ -98,10 +98,11 @@ def step_scheduler(scheduler: LRScheduler, spec: ClassSpec | None) -> None:
 
 
 def optimizers_and_schedulers(made: Any) -> tuple[Sequence[Optimizer], Sequence[LRScheduler]]:  # noqa: ANN401
-    """Return the result of `configure_optimizers` as two lists."""
-    if isinstance(made, tuple):
-        return made[0], made[1]
-    return (made if isinstance(made, list) else [made]), []
+    """Return the result of `configure_optimizers`, in any of Lightning's forms, as two lists."""
+    optimizers, schedulers = made if isinstance(made, tuple) else (made if isinstance(made, list) else [made], [])
+    entries = [x if isinstance(x, dict) else {"optimizer": x} for x in optimizers]
+    schedulers = [*schedulers, *(x["lr_scheduler"] for x in entries if "lr_scheduler" in x)]
+    return [x["optimizer"] for x in entries], [x["scheduler"] if isinstance(x, dict) else x for x in schedulers]
 
 
 def _parts(

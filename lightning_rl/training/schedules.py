@@ -8,7 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_rl.validation import ConfigurationError, check, check_bool, check_number, is_int, is_list, is_one_of
+from lightning_rl.validation import (
+    ConfigurationError,
+    check,
+    check_bool,
+    check_number,
+    is_int,
+    is_list,
+    is_one_of,
+    whole,
+)
 
 Scheduled = float | dict[str, Any]
 """A number or a schedule, as `parse_schedule` accepts it."""
@@ -115,10 +124,9 @@ def parse_schedule(
         return _constant(value["value"])
     if kind == "piecewise":
         return _piecewise(field, value["points"], value.get("interpolate", False), number)
-    over = value.get("over")
-    check(
-        over is None or (is_int(over) and over >= 1), f"{field}: over", over, "a number of environment steps, or null"
-    )
+    over = whole(value.get("over"))
+    is_number = over is None or (is_int(over) and over >= 1)
+    check(is_number, f"{field}: over", over, "a number of environment steps, or null")
     return Ramp(number("start", value["start"]), number("end", value["end"]), over, kind == "cosine")
 
 
@@ -140,10 +148,10 @@ def _piecewise(
     check_bool(f"{field}: interpolate", interpolate)
 
     def is_point(x: object) -> bool:
-        return is_list(x) and len(x) == 2 and is_int(x[0]) and x[0] >= 0
+        return is_list(x) and len(x) == 2 and is_int(whole(x[0])) and x[0] >= 0
 
     expected = "a list of [environment steps, value], ordered by steps"
     check(is_list(points) and len(points) > 0 and all(map(is_point, points)), f"{field}: points", points, expected)
-    steps, values = tuple(step for step, _ in points), tuple(number("points", value) for _, value in points)
+    steps, values = tuple(int(step) for step, _ in points), tuple(number("points", value) for _, value in points)
     check(list(steps) == sorted(set(steps)), f"{field}: points", points, expected)
     return Piecewise(steps, values, interpolate)

@@ -221,6 +221,26 @@ def test_checkpoints_by_validation_scores_are_those_of_validated_policies(tmp_pa
     assert steps_of(tmp_path) == [64, 128, 192]
 
 
+def test_checkpoints_by_training_scores_are_those_of_their_own_rollouts(tmp_path):
+    class Scores(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+            scores.append(batch.episodes.returns)
+
+    scores: list[list[float]] = []
+    by_score = EnvStepCheckpoint(32, tmp_path, monitor="rollout/episode_return", save_top_k=-1)
+    fit(Scores(), by_score, max_epochs=3, enable_checkpointing=True, log_every_n_steps=1)
+    first = next(index for index, some in enumerate(scores) if some)
+    assert steps_of(tmp_path) == [32 * (index + 1) for index in range(first, 6)]
+    known = [(32 * (i + 1), sum(some) / len(some)) for i, some in enumerate(scores) if some]
+    found = {int(Path(path).stem.removeprefix("step=")): float(score) for path, score in by_score.best_k_models.items()}
+    assert {step: found[step] for step, _ in known} == pytest.approx(dict(known))
+
+
+def test_validation_by_steps_refuses_an_interval_of_time():
+    with pytest.raises(ConfigurationError, match=r"val_check_interval='a time' .* a number with EnvStepValidation"):
+        fit(EnvStepValidation(32), max_epochs=1, val_check_interval=timedelta(hours=1))
+
+
 def test_checkpoint_that_waits_for_a_validation_is_saved_after_a_restart(tmp_path):
     def waiting():
         return EnvStepCheckpoint(50, tmp_path / "best", monitor="val/episode_length", save_top_k=-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,38 @@ def test_original_failure_is_raised_if_update_cannot_be_saved(tmp_path):
         make_trainer(default_root_dir=tmp_path / "file").fit(
             model, FixedRollouts([random_rollout(model.policy)], model)
         )
+
+
+class Unsaved(PPO):
+    """Takes a step down a function that no method of the module is, or on rows that are no batch."""
+
+    def __init__(self, *args: Any, how: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.how = how
+
+    def update(self, rollout: Rollout) -> None:
+        batch = self.batch(rollout)
+        if self.how == "rows":
+            self.descend(self.infinite, (batch, 1))
+        else:
+            losses = {"lambda": lambda rows: self.infinite((rows, 1)), "partial": partial(self.loss_of, math.inf)}
+            self.descend(losses[self.how], batch)
+
+    def infinite(self, rows: Any) -> Loss:
+        return self.loss_of(math.inf, rows[0])
+
+    def loss_of(self, factor: float, batch: Batch) -> Loss:
+        loss = self.loss(batch)
+        loss.add("extra", factor * batch.advantages)
+        return loss
+
+
+@pytest.mark.parametrize("how", ["rows", "lambda", "partial"])
+def test_failure_of_a_loss_that_cannot_be_saved_is_raised(how, tmp_path):
+    model = Unsaved(VECTOR, DISCRETE, how=how, **OPTIONS)
+    with pytest.raises(FloatingPointError, match=r"extra is .*; it could not be saved$"):
+        make_trainer(default_root_dir=tmp_path).fit(model, FixedRollouts([random_rollout(model.policy)], model))
+    assert list(tmp_path.glob("*.pt")) == []
 
 
 def test_other_files_are_rejected_as_failed_update(tmp_path):

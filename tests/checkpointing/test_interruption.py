@@ -14,7 +14,7 @@ import gymnasium
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_rl import PPO, EnvStepCheckpoint, EnvStepValidation, LastCheckpoint, RolloutDataModule
 from lightning_rl.checkpointing.interruption import InterruptionGuard, early_termination
@@ -289,7 +289,7 @@ def fail() -> None:
 def test_exception_during_rollout_or_update_is_not_saved(place, save_last, interrupt, tmp_path):
     asked = ModelCheckpoint(tmp_path / "asked", save_last=save_last, save_on_exception=True, monitor=None)
     with (
-        pytest.warns(UserWarning, match="save_on_exception: .* in the middle of a rollout or its update"),
+        pytest.warns(UserWarning, match="ModelCheckpoint: nothing .* in the middle of a rollout or its update"),
         pytest.raises(Exception, match="in the middle"),
     ):
         run(tmp_path, asked, *interrupt(place, fail))
@@ -322,9 +322,21 @@ def test_save_on_exception_works_again_in_the_next_fit(tmp_path):
     trainer.strategy.connect(model)
     with pytest.warns(UserWarning, match="nothing was saved"):
         guard.on_exception(trainer, model, ArithmeticError())
-    assert not asked.save_on_exception
+    asked.on_exception(trainer, model, ArithmeticError())
+    assert list(tmp_path.iterdir()) == []
     guard.setup(trainer, model, "fit")
-    assert asked.save_on_exception
+    assert asked.on_exception.__func__ is ModelCheckpoint.on_exception
+
+
+def test_checkpoint_on_exception_leaves_the_error_and_the_signals_alone(interrupt, tmp_path):
+    handler = signal.getsignal(signal.SIGINT)
+    with (
+        pytest.warns(UserWarning, match="OnExceptionCheckpoint: nothing was saved, because ArithmeticError"),
+        pytest.raises(ArithmeticError, match="in the middle"),
+    ):
+        run(tmp_path, OnExceptionCheckpoint(tmp_path / "failed"), *interrupt("update", fail))
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not (tmp_path / "failed").exists()
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_backward"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from lightning_rl import PPO
 from lightning_rl.cli.main import main
 from lightning_rl.validation import ConfigurationError
 from tests.cli.test_main import SMALL
-from tests.helpers import make_data, make_model, make_trainer
+from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 
 NORMALIZED = {"normalization": {"observations": True, "rewards": True}}
 
@@ -137,3 +138,21 @@ def test_init_from_on_command_line_is_ignored_when_resuming(in_tmp_path, monkeyp
     cli = main(["fit", *SMALL, "--max_env_steps=64", f"--init_from={last}", *resumed])
     assert cli.model.env_steps == 64
     assert "Starting with parameters" not in capsys.readouterr().err
+
+
+class WithBuffer(PPO):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("own", torch.ones(2))
+
+
+def test_a_checkpoint_without_a_new_buffer_loads_unless_strict(tmp_path):
+    data = make_data()
+    model, trainer = make_model(data), make_trainer(enable_checkpointing=True)
+    trainer.fit(model, data)
+    trainer.save_checkpoint(path := tmp_path / "model.ckpt")
+    loaded = WithBuffer.load_from_checkpoint(path, strict=False)
+    assert loaded.own.tolist() == [1, 1] and loaded.strict_loading
+    assert_equal_parameters(loaded, parameters_of(model))
+    with pytest.raises(ConfigurationError, match="does not fit the checkpoint"):
+        WithBuffer.load_from_checkpoint(path)

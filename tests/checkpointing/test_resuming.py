@@ -94,6 +94,46 @@ def test_new_scheduler_arguments_keep_stored_state(resume):
     assert model.optimizers().param_groups[0]["lr"] == pytest.approx(3e-4 * 0.9**4 * 0.5**2)
 
 
+STEP_LR = {"name": "torch.optim.lr_scheduler.StepLR", "options": {"step_size": 1, "gamma": 0.5}}
+SETTINGS["step_lr"] = {"env_id": "CartPole-v1"}, {"optimizer": {"scheduler": STEP_LR}}
+
+
+def test_scheduler_argument_that_returns_to_its_default_is_adopted(resume):
+    scheduler = STEP_LR | {"options": {"step_size": 1}}  # gamma is 0.1 then
+    model, (message,) = resume("step_lr", model={"optimizer": {"scheduler": scheduler}})
+    assert message.endswith(", with the stored state")
+    assert model.optimizers().param_groups[0]["lr"] == pytest.approx(3e-4 * 0.5**4 * 0.1**2)
+
+
+CYCLES = {"name": "torch.optim.lr_scheduler.CosineAnnealingWarmRestarts", "options": {"T_0": 5}}
+SETTINGS["cycles"] = (
+    {"env_id": "CartPole-v1"},
+    {"optimizer": {"scheduler": CYCLES, "groups": {"*": {"learning_rate_scale": 1.0}}}},
+)
+
+
+def test_new_scale_of_a_group_is_adopted_by_the_scheduler(resume):
+    groups = {"*": {"learning_rate_scale": 0.1}}
+    model, (message,) = resume("cycles", model={"optimizer": {"scheduler": CYCLES, "groups": groups}})
+    assert message.startswith("Resuming with optimizer.groups=")
+    assert model.optimizers().param_groups[0]["lr"] == pytest.approx(3e-5 * (1 + math.cos(math.pi / 5)) / 2)
+
+
+class OwnOptimizer(PPO):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}}
+
+
+SETTINGS["own"] = {"env_id": "CartPole-v1"}, {"algorithm": OwnOptimizer}
+
+
+def test_optimizers_in_a_dict_are_resumed(resume):
+    model, messages = resume("own", model={"optimizer": {"options": {"eps": 1e-3}}})
+    assert len(messages) == 1 and model.policy_version == 6
+    assert model.optimizers().param_groups[0]["lr"] == pytest.approx(1e-6)
+
+
 def test_other_scheduler_class_starts_with_new_state(resume):
     scheduler = {"name": "torch.optim.lr_scheduler.StepLR", "options": {"step_size": 2, "gamma": 0.1}}
     changed = SETTINGS["scheduler"][1]["optimizer"] | {"scheduler": scheduler}

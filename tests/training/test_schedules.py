@@ -63,7 +63,7 @@ LINE = {"kind": "linear", "start": 1, "end": 0}
         ({"kind": "linear", "start": 1}, r"x=.* start, end beside kind=linear; missing: end"),
         (LINE | {"steps": 5}, r"x=.* no keys but kind, start, end, over, got steps"),
         (LINE | {"over": 0}, r"x: over=0 .* a number of environment steps, or null"),
-        (LINE | {"over": 1e6}, r"x: over=1000000\.0 .* a number of environment steps"),
+        (LINE | {"over": 99.5}, r"x: over=99\.5 .* a number of environment steps"),
         (LINE | {"end": -0.1}, r"x: end=-0\.1 .* at least 0 and at most 1"),
         (LINE | {"start": 1.5}, r"x: start=1\.5 .* at least 0 and at most 1"),
         ({"kind": "constant", "value": float("nan")}, r"x: value=nan"),
@@ -88,3 +88,11 @@ def test_error_of_a_scheduled_option_shows_a_valid_example(value):
     example = yaml.safe_load(text)
     assert example == ast.literal_eval(text)
     assert parse_schedule("clip_range", example, above=0).varies
+
+
+def test_steps_may_be_whole_floats():
+    line = parse_schedule("x", {"kind": "linear", "start": 1.0, "end": 0.0, "over": 1e3})
+    points = parse_schedule("x", {"kind": "piecewise", "points": [[0, 1.0], [1e3, 0.5]]})
+    assert (line.at(500, None), points.at(999, None), points.at(1000, None)) == (0.5, 1.0, 0.5)
+    with pytest.raises(ConfigurationError, match=r"over=1.5 .* a number of environment steps"):
+        parse_schedule("x", {"kind": "linear", "start": 1.0, "end": 0.0, "over": 1.5})
