@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_rl import __version__
@@ -154,13 +155,13 @@ def _restore_replays(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:  
 
 def _in_precision_of(dtype: torch.dtype, stored: Any) -> Any:  # noqa: ANN401 - nested plain data
     """Return stored rows in the precision of new ones, since a batch has both: float64 with float64 parameters only."""
-    if isinstance(stored, Tensor):
+
+    def cast(x: Tensor) -> Tensor:
         if dtype == torch.float64:
-            return stored.double() if stored.is_floating_point() else stored
-        return stored.float() if stored.dtype == torch.float64 else stored
-    if isinstance(stored, Mapping):
-        return {name: _in_precision_of(dtype, x) for name, x in stored.items()}
-    return type(stored)(_in_precision_of(dtype, x) for x in stored) if isinstance(stored, list | tuple) else stored
+            return x.double() if x.is_floating_point() else x
+        return x.float() if x.dtype == torch.float64 else x
+
+    return apply_to_collection(stored, Tensor, cast)
 
 
 def _holds(replay: Replay, state: Mapping[str, Any]) -> bool:

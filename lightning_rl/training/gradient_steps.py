@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import operator
@@ -11,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -139,21 +139,21 @@ class GradientSteps:
         Recorded names get `prefix`, and the first set's learning rates are multiplied by `rate_scale`. The phase
         starts even after an early stop, but not after a non-finite loss or gradient.
         """
-        rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+        first, before = self.optimizers, self.active_set
+        self.active_set = self.num_sets - 1
+        pairs = zip(first, self.optimizers, strict=True)
+        groups = [pair for one, other in pairs for pair in zip(one.param_groups, other.param_groups, strict=True)]
+        rates = [(group, of_first["lr"]) for of_first, group in groups]
         self.record.start_phase(prefix)
-        before, self.active_set = self.active_set, self.num_sets - 1
-        self._set_rates(rates, rate_scale)
-        self.observe(learning_rate=torch.tensor(rates[0][0] * rate_scale, device=self.model.device))
+        for group, rate in rates:
+            group["lr"] = rate * rate_scale
+        self.observe(learning_rate=torch.tensor(rates[0][1] * rate_scale, device=self.model.device))
         try:
             yield
         finally:
-            self._set_rates(rates, 1.0)
+            for group, rate in rates:
+                group["lr"] = rate
             self.active_set = before
-
-    def _set_rates(self, rates: Sequence[Sequence[float]], scale: float) -> None:
-        for optimizer, some in zip(self.optimizers, rates, strict=True):
-            for group, rate in zip(optimizer.param_groups, some, strict=True):
-                group["lr"] = rate * scale
 
     # ------------------------------------------------------------------ passes
 
@@ -518,22 +518,18 @@ class UpdateRecord:
         recorded = self._values | self._absolute_sums()
         if not recorded:
             return {}
+        entries = [(names, x, flag) for names, some in recorded.items() for x, flag in some]
+        on_host = torch.cat([_at_least_float32(x).flatten() for _, x, _ in entries]).tolist()
         # Minibatches without a stop between them share one flag, which is read once.
-        flags = {id(flag): flag for entries in recorded.values() for _, flag in entries}
-        blocks = [_at_least_float32(torch.stack([x for x, _ in entries])).flatten() for entries in recorded.values()]
-        blocks.append(torch.stack([*flags.values()]).to(blocks[0].dtype))
-        on_host = torch.cat(blocks).cpu().numpy().astype(np.float64)
-        *values, are_open = np.split(on_host, np.cumsum([len(block) for block in blocks[:-1]]))
-        is_open = dict(zip(flags, are_open != 0, strict=True))
-        sums: dict[str, float] = defaultdict(float)
-        counts: dict[str, int] = defaultdict(int)
-        for (names, entries), block in zip(recorded.items(), values, strict=True):
-            counted = np.array([is_open[id(flag)] for _, flag in entries])
-            totals = block.reshape(len(entries), len(names))[counted].sum(0)
-            for name, total in zip(names, totals.tolist(), strict=True):
-                sums[name] += total
-                counts[name] += int(counted.sum())
-        return {name: total / counts[name] for name, total in sums.items() if counts[name]}
+        flags = {id(flag): flag for *_, flag in entries}
+        is_open = dict(zip(flags, torch.stack([*flags.values()]).tolist(), strict=True))
+        values: dict[str, list[float]] = defaultdict(list)
+        remaining = iter(on_host)
+        for names, _, flag in entries:
+            for name, value in zip(names, remaining, strict=False):
+                if is_open[id(flag)]:
+                    values[name].append(value)
+        return {name: sum(some) / len(some) for name, some in values.items()}
 
     def _absolute_sums(self) -> dict[tuple[str, ...], list[tuple[Tensor, Tensor]]]:
         if not self._absolute:
@@ -608,19 +604,14 @@ def snapshot(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """Copy the parameters and states of optimizers, and return a function that restores them once."""
     parameters = [x for optimizer in optimizers for group in optimizer.param_groups for x in group["params"]]
     copies = [parameter.detach().clone() for parameter in parameters]
-
-    def copied(entries: dict[str, Any]) -> dict[str, Any]:
-        return {name: x.clone() if isinstance(x, Tensor) else x for name, x in entries.items()}
-
-    states = [{parameter: copied(x) for parameter, x in optimizer.state.items()} for optimizer in optimizers]
+    states = copy.deepcopy([optimizer.state_dict() for optimizer in optimizers])
 
     @torch.no_grad()
     def restore() -> None:
         for parameter, old in zip(parameters, copies, strict=True):
             parameter.copy_(old)
         for optimizer, state in zip(optimizers, states, strict=True):
-            optimizer.state.clear()  # the first step creates states
-            optimizer.state.update(state)
+            optimizer.load_state_dict(state)
 
     return restore
 
