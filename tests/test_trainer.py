@@ -677,3 +677,80 @@ def test_parameters_that_no_optimizer_has_are_named_before_training():
     data = make_data()
     with pytest.warns(UserWarning, match=r"will not be trained: head.weight, head.bias\. Make these modules in make_p"):
         make_trainer().fit(WithHead(data.observation_space, data.action_space), data)
+
+
+class RecordsVectors(PPO):
+    def update(self, rollout):
+        self.steps.observe(vector=rollout.rewards)
+
+
+def test_only_scalars_can_be_recorded():
+    data = make_data()
+    with pytest.raises(ValueError, match=r"vector has the shape \(16, 2\): expected a scalar"):
+        make_trainer().fit(RecordsVectors(data.observation_space, data.action_space), data)
+
+
+class WithoutSteps(PPO):
+    """Changes parameters without an optimizer, as a random search does."""
+
+    def update(self, rollout):
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                parameter += 1e-3
+
+
+def test_updates_without_an_optimizer_are_saved_too(tmp_path):
+    data = make_data()
+    model = WithoutSteps(data.observation_space, data.action_space)
+    callbacks = [LastCheckpoint(tmp_path), EnvStepCheckpoint(32, tmp_path)]
+    make_trainer(callbacks=callbacks, enable_checkpointing=True, max_epochs=2).fit(model, data)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("last.ckpt", "step=128.ckpt", "step=32.ckpt", "step=64.ckpt", "step=96.ckpt"),
+    ]
+    saved = WithoutSteps.load_from_checkpoint(tmp_path / "last.ckpt")
+    assert saved.env_steps == 128
+    assert_equal_parameters(saved, parameters_of(model))
+
+
+class ThreeOptimizers(PPO):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.policy.parameters(), lr=0.1) for _ in range(3)]
+
+
+class WithoutSuper(PPO):
+    def training_step(self, rollout, batch_idx):
+        return None
+
+
+def test_more_than_two_optimizers_are_refused():
+    data = make_data()
+    with pytest.raises(ConfigurationError, match=r"configure_optimizers='3 optimizers' .* one for the critic"):
+        make_trainer().fit(ThreeOptimizers(data.observation_space, data.action_space), data)
+
+
+def test_training_step_that_does_not_learn_is_refused():
+    data = make_data()
+    with pytest.raises(ConfigurationError, match=r"WithoutSuper.training_step does not call super"):
+        make_trainer().fit(WithoutSuper(data.observation_space, data.action_space), data)
+
+
+class ForgetsTheRun(PPO):
+    def on_load_checkpoint(self, checkpoint):
+        pass
+
+
+def test_resuming_without_the_state_of_the_run_is_refused(tmp_path):
+    data, trainer = make_data(), make_trainer(enable_checkpointing=True)
+    trainer.fit(ForgetsTheRun(data.observation_space, data.action_space), data)
+    trainer.save_checkpoint(path := tmp_path / "run.ckpt")
+    again = ForgetsTheRun(data.observation_space, data.action_space)
+    with pytest.raises(ConfigurationError, match=r"ForgetsTheRun.on_load_checkpoint to call super\(\)"):
+        make_trainer(max_epochs=2).fit(again, make_data(), ckpt_path=path)
+
+
+def test_misspelled_monitor_of_a_validation_gives_a_warning(tmp_path):
+    data = make_data()
+    best = ModelCheckpoint(tmp_path, monitor="val/epsiode_length")
+    trainer = make_trainer(callbacks=[best], enable_checkpointing=True)
+    with pytest.warns(UserWarning, match="did you mean 'val/episode_length'"):
+        trainer.fit(make_model(data), data)

@@ -622,6 +622,8 @@ class OnPolicyAlgorithm(LightningModule):
 
     def on_fit_start(self) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
+        expected = f"{type(self).__name__}.on_load_checkpoint to call super(), which takes over the state of the run"
+        check(bool(self.restored) or self.trainer.ckpt_path is None, "ckpt_path", str(self.trainer.ckpt_path), expected)
         if not self.restored and self.trainer.fit_loop.total_batch_idx < 0:  # a new run
             self.clock.env_steps_before_epochs = self.env_steps
         self.check_run(self.trainer, getattr(data, "rollout_shape", None))
@@ -630,6 +632,9 @@ class OnPolicyAlgorithm(LightningModule):
     def on_train_start(self) -> None:
         _update_acting_policy(self)
         restore_this_rank(self, self.restored.get("ranks", []))
+        made = len(self.steps.all_optimizers) // self.steps.num_sets
+        expected = "one, or one for the actor and one for the critic"
+        check(made <= 2, "configure_optimizers", f"{made} optimizers", expected)
         warn_of_untrained_parameters(self, self.steps.all_optimizers)
         for optimizer in self.steps.all_optimizers:
             for group in optimizer.param_groups:  # a checkpoint may come from another device

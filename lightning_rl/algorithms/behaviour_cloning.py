@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.nested import Nested
+from lightning_rl.policies.distributions.continuous import BetaHead, SquashedGaussianHead
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
@@ -56,10 +57,9 @@ class BehaviourCloning(OnPolicyAlgorithm):
         **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
-        distribution = self.options["policy.action_distribution"]
-        bounded = any(kind in str(distribution) for kind in ("beta", "squashed"))
+        bounded = any(isinstance(part, BetaHead | SquashedGaussianHead) for part in self.policy.modules())
         expected = "distributions whose actions are in the units of the space, as recorded ones are"
-        check(not bounded, "policy.action_distribution", distribution, expected)
+        check(not bounded, "policy.action_distribution", self.options["policy.action_distribution"], expected)
         self.num_epochs = check_positive_int("num_epochs", num_epochs)
         self.num_minibatches = check_positive_int("num_minibatches", num_minibatches)
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)

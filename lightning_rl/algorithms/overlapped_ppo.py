@@ -43,9 +43,10 @@ class VTraceEstimator(AdvantageEstimator):
 class OverlappedPPO(PPO):
     """PPO that also learns from rollouts of earlier policy versions, such as the rollouts of asynchronous actors.
 
-    The clipped importance ratio compares the current policy with the policy at the start of the updates, as in the
-    decoupled objective of Hilton et al. 2021. V-trace (Espeholt et al. 2018) corrects for the difference between that
-    policy and the one that acted, by importance ratios clipped at 1 in value targets, traces and advantages.
+    The clipped importance ratio and `target_kl` compare the current policy with the policy at the start of the updates,
+    as in the decoupled objective of Hilton et al. 2021. V-trace (Espeholt et al. 2018) corrects for the difference
+    between that policy and the one that acted, by importance ratios clipped at 1 in value targets, traces and
+    advantages.
 
     Args:
         **kwargs: Options of `PPO`, without `advantages.estimator`, `advantages.value_target`,

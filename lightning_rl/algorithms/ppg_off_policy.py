@@ -111,11 +111,12 @@ class OffPolicyPPG(PPG):
                 self.kept.clear()
 
     def store(self, rollout: Rollout) -> None:
-        batch = self.estimator.normalized_over_rollout(self.batch(rollout))
+        raw = self.batch(rollout)
+        batch = self.estimator.normalized_over_rollout(raw)
         newest = batch.replace(versions=torch.full((len(batch),), rollout.policy_version))
         for buffer in self.sources.values():
             buffer.append(newest.fields)
-        self.observe_rollout(batch)
+        self.observe_rollout(raw)
         with torch.no_grad():  # rows that are drawn later were collected by other policies
             some = Batch(map_leaves(lambda x: x[: self.batch_size], batch.fields))
             distribution, _ = self.policy(some.observations)

@@ -87,7 +87,8 @@ class TFAgentsPPO(PPOKLPenalty):
       bootstraps from its own value instead of the last one.
     * Time limits are terminal states.
     * Resets, last steps, and steps with return and advantage of exactly 0 have weight 0, but means divide by the number
-      of all steps, and all steps enter standardization and normalizers (except resets with `policy.memory`).
+      of all steps, and all steps enter standardization and normalizers. With `policy.memory`, resets enter the
+      normalizers only.
     * Advantages are standardized with the population variance plus 1e-8.
     * The initial variances of the normalizers of observations (unless `initial_variance` is given) and rewards are 0,
       so that the first values are multiplied by 31.6 and clipped.

@@ -215,7 +215,7 @@ class EnvStepCheckpoint(ModelCheckpoint):
             save_on_train_epoch_end=False,
         )
         self.every_n_env_steps = every_n_env_steps
-        self._last = self._saved_at = 0
+        self._last = 0
         self._due = False
         self._validated_at: int | None = None
 
@@ -257,8 +257,8 @@ class EnvStepCheckpoint(ModelCheckpoint):
             module.metrics.show_unlogged(trainer)
             is_ready = self.monitor in trainer.callback_metrics  # not until an episode ends
         if self._due and is_ready:
-            # Lightning saves a global step once only: a rollout without a finite update is saved with the next one.
-            self._due, self._saved_at = trainer.global_step == self._saved_at, trainer.global_step
+            # Private to Lightning 2.6, which would not save again before the next gradient step.
+            self._due, self._last_global_step_saved = False, -1
             super().on_validation_end(trainer, module)
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:

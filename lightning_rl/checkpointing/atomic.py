@@ -135,8 +135,13 @@ class LastCheckpoint(ModelCheckpoint):
     def save(self, trainer: Trainer) -> None:
         """Save now; call it between two rollouts, on all ranks."""
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            super().on_train_epoch_end(trainer, trainer.lightning_module)
+            self.on_train_epoch_end(trainer, trainer.lightning_module)
             self._saved_at = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Private to Lightning 2.6, which would not save again before the next gradient step.
+        self._last_global_step_saved = -1
+        super().on_train_epoch_end(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -143,6 +143,11 @@ def _restore_replays(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:  
         stored = _in_precision_of(dtype, ranks[module.global_rank]["replays"])
         for name in stored.keys() & module.replays.keys():
             module.replays[name].load_state_dict(stored[name])
+        if missing := stored.keys() - module.replays.keys():
+            rank_zero_warn(
+                f"Replays in the checkpoint that {type(module).__name__} does not have are dropped: "
+                f"{', '.join(missing)}. Make replays in __init__"
+            )
         return
     # All ranks start without replays: each step needs old rows from all of them, or from none.
     stored = ranks[0]["replays"] if ranks else {}

@@ -40,10 +40,14 @@ def from_checkpoint(
         path = stored.get("_class_path")  # Lightning's command line adds it
         algorithm = cls if path is None else import_class("_class_path", path, LightningModule)
         options = constructor_options(algorithm, stored)
-        has_unknown = bool(options.keys() - {parameter.name for parameter in parameters_of(algorithm)})
+        unknown = options.keys() - {parameter.name for parameter in parameters_of(algorithm)}
         # A user's class without a constructor has the options of its base class.
         is_other = saved in lightning_rl.__all__ and saved not in {base.__name__ for base in algorithm.__mro__}
-        if is_other or has_unknown or not issubclass(algorithm, cls):
+        if unknown and saved == algorithm.__name__:
+            raise ConfigurationError(
+                f"checkpoint_path={str(source)!r} has options that {saved} does not have: {', '.join(sorted(unknown))}"
+            )
+        if is_other or unknown or not issubclass(algorithm, cls):
             raise ConfigurationError(
                 f"checkpoint_path={str(source)!r} is a checkpoint of {saved}, not of {cls.__name__}: "
                 f"use {saved}.load_from_checkpoint"

@@ -86,7 +86,9 @@ def check_fits(checkpoint: Mapping[str, Any], module: Any) -> None:  # noqa: ANN
         return
     different = [name for name in _NETWORK_OPTIONS if stored.get(name) != own.get(name)] + different
     settings = ", ".join(f"{name}={own.get(name)!r}" for name in different) or type(module).__name__
-    expected = ", ".join(f"{name}={stored.get(name)!r}" for name in different) or "the network it was trained with"
+    others = sorted({n for n, _ in shapes[0].items() ^ shapes[1].items()})
+    network = f"the network it was trained with; different are {', '.join(others)}"
+    expected = ", ".join(f"{name}={stored.get(name)!r}" for name in different) or network
     raise ConfigurationError(f"{settings} does not fit the checkpoint: expected {expected}")
 
 

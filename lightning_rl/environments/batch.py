@@ -461,9 +461,10 @@ class EnvironmentBatch:
                 for index in np.flatnonzero(mask & np.asarray(infos.get(f"_{key}", True), bool)).tolist():
                     try:
                         found[index] = float(values[index])
-                    except (TypeError, ValueError):
+                    except (TypeError, ValueError, IndexError):
+                        value = values[index] if values.ndim else infos[key]
                         raise ConfigurationError(
-                            f"info_keys={key!r} is not valid: info[{key!r}] is {values[index]!r}, expected a number"
+                            f"info_keys={key!r} is not valid: info[{key!r}] is {value!r}, expected a number"
                         ) from None
         return found
 

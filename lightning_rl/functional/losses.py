@@ -108,7 +108,7 @@ def approx_kl_k2(log_ratios: Tensor) -> Tensor:
     """Estimate `KL(old || new)` of each step in nats by `(log ratio)**2 / 2`: biased, never negative.
 
     k2 of Schulman, 2020 (see `approx_kl_k1`). Bias and error of the expected gradient are of higher order in the policy
-    change, so that its mean can serve as a KL penalty (Cobbe et al., 2021, arXiv 2009.04416, section 3.6).
+    change, so that its mean can serve as a KL penalty (Cobbe et al., 2021, arXiv 2009.04416, section 3.5).
     """
     return 0.5 * log_ratios.square()
 
@@ -273,7 +273,7 @@ def better_half(advantages: Tensor, weights: Tensor | None = None) -> Tensor:
 def vmpo_policy_loss(
     log_probs: Tensor, advantages: Tensor, temperature: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the policy loss -Σ ψ log π with ψ = softmax(A / η) (eqs. 3 and 4), a scalar; 0 for no rows.
+    """Return the policy loss -Σ ψ log π with ψ = softmax(A / η) (eq. 3), a scalar; 0 for no rows.
 
     Args:
         log_probs: Log-probabilities of the actions of the better half, `[N]`; the only argument with a gradient.
@@ -288,7 +288,7 @@ def vmpo_policy_loss(
 def vmpo_temperature_loss(
     advantages: Tensor, temperature: Tensor, epsilon: float, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the temperature loss η ε + η log mean exp(A / η), minimal at KL(ψ || uniform) = ε (eq. 5); 0 for no rows.
+    """Return the temperature loss η ε + η log mean exp(A / η), minimal at KL(ψ || uniform) = ε (eq. 4); 0 for no rows.
 
     Args:
         advantages: Advantages of the better half, `[N]`, detached: they would get a gradient.
@@ -302,7 +302,7 @@ def vmpo_temperature_loss(
 
 
 def lagrangian(divergence: Tensor, coefficient: Tensor, epsilon: float) -> Tensor:
-    """Return α (ε - sg[KL]) + sg[α] KL, a scalar: α > 0 grows while KL > ε, and penalizes KL (eq. 6).
+    """Return α (ε - sg[KL]) + sg[α] KL, a scalar: α > 0 grows while KL > ε, and penalizes KL (eq. 5).
 
     `divergence` is the mean KL divergence, and `epsilon` its bound ε_α, in nats.
     """

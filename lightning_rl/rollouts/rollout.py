@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_rl.nested import Nested, map_leaves
+from lightning_rl.nested import Nested, leaves, map_leaves
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.sequences import cut
 
@@ -168,6 +168,11 @@ class Rollout(SimpleNamespace):
         since its state passes through them.
         """
         length, num_envs = self.shape
+        for name, given in per_step.items():
+            for x in () if given is None else leaves(given):
+                found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                if found[:2] != (length, num_envs):
+                    raise ValueError(f"{name} has the shape {found}: expected a tensor [{length}, {num_envs}, ...]")
         fields: dict[str, Nested] = {
             "observations": map_leaves(itemgetter(slice(length)), self.observations),
             "actions": self.actions,

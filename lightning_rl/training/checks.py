@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -152,6 +153,7 @@ def refuse_automatic_optimization(trainer: Trainer) -> None:
     check(accumulated == 1, "trainer.accumulate_grad_batches", accumulated, expected)
 
 
+_EVALUATED = [f"val/episode_{name}{kind}" for name in ("return", "length") for kind in ("", "_min", "_max")]
 _EVERY = re.compile(r"'every_n_train_steps': ([2-9]|\d{2,})")
 
 
@@ -173,6 +175,9 @@ def check_callbacks(trainer: Trainer) -> None:
         monitor, mode = getattr(callback, "monitor", None), getattr(callback, "mode", "max")
         if not isinstance(monitor, str):
             continue
+        near = difflib.get_close_matches(monitor, _EVALUATED, 1, 0.8)
+        if monitor.startswith("val/") and monitor not in _EVALUATED and near:
+            rank_zero_warn(f"{type(callback).__name__}: monitor={monitor!r}; did you mean {near[0]!r}?")
         field, is_return = f"trainer.callbacks: {type(callback).__name__}", "episode_return" in monitor
         expected = f"'max', since larger values of {monitor} are better"
         check(mode == "max" or not is_return, f"{field}.mode", mode, expected)

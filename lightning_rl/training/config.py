@@ -108,8 +108,8 @@ class AdvantageConfig:
     """How advantages and value targets are computed.
 
     Args:
-        estimator: `gae`, or `monte_carlo`: the discounted sum of rewards up to the end of the episode or rollout,
-            minus the value; equal to λ = 1.
+        estimator: `gae`, or `monte_carlo`: the discounted sum of rewards up to the end of the episode, or up to the end
+            of the rollout and the value there, minus the value; equal to λ = 1.
         value_target: `td_lambda`: advantage plus value; `empirical`: the discounted sum of rewards, for every λ.
         on_truncation: `bootstrap` uses the value of the last observation if a time limit ends an episode, `terminal`
             treats the time limit as a terminal state.
@@ -139,8 +139,9 @@ class ClippingConfig:
             log-probabilities in the rollout are not clipped. None does not clip.
         dual: Lower bound of the surrogate for negative advantages, as a factor of the advantage (Ye et al. 2020); above
             1. None does not bound.
-        value: Clip the change of the value since the rollout to ± this. None does not clip. May be a schedule.
-        value_huber_delta: Value errors above this count linearly (Huber loss). None squares all errors.
+        value: Clip the change of the value since the rollout to ± this, with `normalization.values` in units of the
+            value head. None does not clip. May be a schedule.
+        value_huber_delta: Value errors above this, in the same units, count linearly (Huber loss). None squares all.
         rollback: Undo an update of parameters and optimizer state after which the KL divergence of its minibatch
             exceeds the bound of `target_kl`, and take no further update.
     """

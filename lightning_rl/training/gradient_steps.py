@@ -473,6 +473,8 @@ class UpdateRecord:
         """Record scalars of a minibatch that must be finite; `means` returns their mean over minibatches."""
         for name, term in terms.items():
             value = term.detach() if isinstance(term, Tensor) else torch.tensor(float(term), device=self.is_open.device)
+            if value.numel() != 1:
+                raise ValueError(f"{name} has the shape {tuple(value.shape)}: expected a scalar to record")
             self.add_together((name,), value)
 
     def observe(self, **terms: Tensor | float) -> None:

@@ -21,6 +21,7 @@ from lightning_rl.nested import leaves, map_leaves, space_leaves
 from lightning_rl.policies.sharding import whole
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
+from lightning_rl.validation import ConfigurationError
 
 _CPU = torch.device("cpu")
 _LARGE_SATURATION = 0.1
@@ -265,10 +266,16 @@ class StepMetric(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:  # noqa: ANN401
         pl_module.metrics.begin_step()
+        self._version = pl_module.policy_version
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:  # noqa: ANN401
         """Set `step` before checkpoints are saved and loggers are written."""
         pl_module.metrics.end_step(pl_module)
+        if pl_module.policy_version == self._version:
+            name = type(pl_module).__name__
+            raise ConfigurationError(
+                f"{name}.training_step does not call super(), which learns: override update instead"
+            )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ANN401
         pl_module.metrics.end_epoch(pl_module)

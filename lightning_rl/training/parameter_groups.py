@@ -134,7 +134,7 @@ def weights_by_part(policy: nn.Module) -> dict[str, list[Tensor]]:
         if isinstance(module, nn.Embedding) or name.endswith(".tables"):  # the latter are of the autoregressive head
             continue
         for parameter_name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() < 2 or parameter_name.endswith("bias"):
+            if parameter.dim() < 2 or parameter_name.endswith("bias") or not parameter.requires_grad:
                 continue
             if is_of_critic(name):
                 parts["value"].append(parameter)

@@ -147,3 +147,10 @@ def test_rollouts_with_skipped_updates_are_in_no_buffer() -> None:
 def test_invalid_options_of_off_policy_ppg_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make(OffPolicyPPG, **options)
+
+
+def test_largest_advantage_is_logged_before_it_is_normalized() -> None:
+    normalized, raw = (make(OffPolicyPPG, advantages={"normalize": kind}) for kind in ("rollout", "none"))
+    for model in (normalized, raw):
+        fit(model, 1)
+    assert normalized.losses["max_abs_advantage"] == raw.losses["max_abs_advantage"] > 0

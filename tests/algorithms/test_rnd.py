@@ -8,6 +8,7 @@ import torch
 from gymnasium import spaces
 
 from lightning_rl import PPO, RND
+from lightning_rl.training.parameter_groups import weights_by_part
 from lightning_rl.validation import ConfigurationError
 from tests.combination_probes import SAMPLE, data_options, model_options
 from tests.helpers import (
@@ -115,7 +116,7 @@ def test_observations_are_whitened_and_clipped_and_rewards_scaled_by_the_deviati
     model.on_train_batch_end = lambda *_: streams.append(model.stream.rewards)
     make_trainer(callbacks=[recorder]).fit(model, data)
     seen = torch.cat([x.observations[:-1].flatten(0, 1) for x in (rollouts[0], *rollouts)])  # the first gives a start
-    moments = model.policy.novelty_normalizer._of("").moments
+    moments = model.policy.novelty_normalizer.of("").moments
     torch.testing.assert_close(moments.mean, seen.double().mean(0).to(moments.mean.dtype))
     torch.testing.assert_close(moments.variance, seen.double().var(0, correction=0).to(moments.mean.dtype))
     whitened = model.policy.novelty_normalizer(seen)
@@ -215,3 +216,10 @@ def test_images_are_whitened_too():
     torch.testing.assert_close(whitened.mean(0), torch.zeros(8, 8, 3), atol=1e-5, rtol=0)
     torch.testing.assert_close(whitened.std(0, correction=0), torch.ones(8, 8, 3), atol=1e-5, rtol=0)
     assert model.policy.novelty(observations).shape == (64,)
+
+
+def test_weight_penalty_leaves_the_fixed_target_out():
+    policy = make(optimizer={"l2": {"value": 0.1}}).policy
+    penalized = {id(weight) for weight in weights_by_part(policy)["value"]}
+    assert penalized.isdisjoint(map(id, policy.critic_target.parameters()))
+    assert any(id(x) in penalized for x in policy.critic_predictor.parameters())

@@ -154,5 +154,20 @@ def test_a_checkpoint_without_a_new_buffer_loads_unless_strict(tmp_path):
     loaded = WithBuffer.load_from_checkpoint(path, strict=False)
     assert loaded.own.tolist() == [1, 1] and loaded.strict_loading
     assert_equal_parameters(loaded, parameters_of(model))
-    with pytest.raises(ConfigurationError, match="does not fit the checkpoint"):
+    with pytest.raises(ConfigurationError, match="the network it was trained with; different are own"):
         WithBuffer.load_from_checkpoint(path)
+
+
+class Coefficient(PPO):
+    def __init__(self, *args: Any, aux_coef: float = 0.5, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+def test_a_renamed_option_is_named(tmp_path):
+    data = make_data()
+    model, trainer = Coefficient(data.observation_space, data.action_space), make_trainer(enable_checkpointing=True)
+    trainer.fit(model, data)
+    trainer.save_checkpoint(path := tmp_path / "model.ckpt")
+    other = type("Coefficient", (PPO,), {})
+    with pytest.raises(ConfigurationError, match="has options that Coefficient does not have: aux_coef"):
+        other.load_from_checkpoint(path)

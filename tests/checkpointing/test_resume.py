@@ -29,6 +29,7 @@ from lightning_rl import (
     TFAgentsPPO,
 )
 from lightning_rl.environments.contract import TRAINING, derive_seed
+from lightning_rl.rollouts.replay import UseLimitedBuffer
 from lightning_rl.spaces import space_to_dict
 from tests import programs
 from tests.helpers import MemoryLogger, merged
@@ -543,3 +544,25 @@ def test_given_seed_is_kept_and_evaluation_does_not_change_training(tmp_path: Pa
     assert data._sampler.starts == 0
     assert model.env_steps == 2 * 3 * 24
     assert model.restored == {}
+
+
+class LazyReplay(PPO):
+    """Makes its replay in its first update instead of its constructor."""
+
+    def update(self, rollout: Any) -> None:
+        self.replays.setdefault("lazy", UseLimitedBuffer(64))
+        super().update(rollout)
+
+
+def test_replay_that_is_made_too_late_gives_a_warning(tmp_path: Path) -> None:
+    def trainer(epochs: int) -> Trainer:
+        return Trainer(accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False)
+
+    data = RolloutDataModule("CartPole-v1", num_envs=1, rollout_length=8, rollouts_per_epoch=1)
+    first = trainer(1)
+    first.fit(LazyReplay(data.observation_space, data.action_space), data)
+    first.save_checkpoint(path := tmp_path / "run.ckpt")
+    again = LazyReplay(data.observation_space, data.action_space)
+    data = RolloutDataModule("CartPole-v1", num_envs=1, rollout_length=8, rollouts_per_epoch=1)
+    with pytest.warns(UserWarning, match="Replays in the checkpoint that LazyReplay does not have are dropped: lazy"):
+        trainer(2).fit(again, data, ckpt_path=path)

@@ -166,6 +166,20 @@ def test_env_id_must_be_a_string():
         RolloutDataModule(gymnasium.make("CartPole-v1"))
 
 
+class DictInInfo(gymnasium.Wrapper):
+    def step(self, action):
+        return (*self.env.step(action)[:4], {"parts": {"x": 1.0}})
+
+
+def test_info_key_of_a_dict_is_refused_by_name():
+    data = attach(make_data(info_keys=["parts"], env={"wrappers": [DictInInfo]}))
+    with pytest.raises(
+        ConfigurationError, match=r"info_keys='parts' is not valid: info\['parts'\] is .*, expected a num"
+    ):
+        data.collect()
+    data.teardown("fit")
+
+
 def test_missing_info_key_warns_once(recwarn):
     data = attach(make_data(info_keys=["nowhere"], rollouts_per_epoch=2))
     for _ in range(5):

@@ -167,6 +167,15 @@ def test_predicted_episodes_can_be_saved_and_learned_from(tmp_path):
     assert all(np.array_equal(one._steps[name], other._steps[name]) for name in one._steps)
 
 
+@pytest.mark.parametrize("kind", ["BetaHead", "SquashedGaussianHead"])
+def test_cloning_refuses_bounded_heads_by_their_class_too(kind):
+    head = {"class_path": f"lightning_rl.policies.distributions.continuous.{kind}"}
+    box = spaces.Box(0, 10, (1,))
+    with pytest.raises(ConfigurationError, match=r"policy.action_distribution=.* in the units of the space"):
+        BehaviourCloning(box, box, policy={"action_distribution": head})
+    BehaviourCloning(box, spaces.Dict(beta=box), policy={"action_distribution": {"beta": "gaussian"}})
+
+
 def test_resumed_run_draws_the_same_steps(tmp_path):
     def learn(epochs: int, ckpt_path: Any = None) -> dict[str, torch.Tensor]:
         data = recorded(rollouts_per_epoch=3)

@@ -281,7 +281,7 @@ def test_failed_update_with_nested_observations_is_replayed(tmp_path):
 
 def test_shuffled_and_split_rows_stay_together():
     rollout = make_collector(make_batch(SENSORS_ID, 3, **SCRIPT), 10).collect(Fixed())
-    batch = rollout.flatten(number=torch.arange(30))
+    batch = rollout.flatten(number=torch.arange(30).view(10, 3))
     assert len(batch) == 30
     parts = list(batch.shuffled(torch.Generator().manual_seed(0)).split(4))
     assert [len(part) for part in parts] == [8, 8, 7, 7]

@@ -199,3 +199,10 @@ def test_nested_actions_are_flattened_shuffled_and_split_as_one():
         assert isinstance(part.actions["arm"], tuple)
         assert part.actions["arm"][0].squeeze(-1).tolist() == (part.actions["move"] * 10).tolist()
         assert torch.equal(part.observations, rollout.observations[:12].flatten(0, 1)[part.actions["move"]])
+
+
+@pytest.mark.parametrize("given", [torch.zeros(2, 3), torch.zeros(3), [1.0]])
+def test_tensors_per_step_of_another_shape_are_refused(given):
+    with pytest.raises(ValueError, match=r"^extra has the shape .*: expected a tensor \[3, 2, ...\]"):
+        make_rollout().flatten(extra=given)
+    assert make_rollout().flatten(extra=torch.arange(6).view(3, 2, 1)).extra.shape == (6, 1)

@@ -94,8 +94,9 @@ class DiagonalGaussian(Distribution):
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw mean + std · ε; the action is not clipped to any bounds."""
-        sample = self.mean + self.log_std.exp() * torch.empty_like(self.mean).normal_(generator=generator)
-        return _present(sample, self.mask)
+        with torch.no_grad():
+            sample = self.mean + self.log_std.exp() * torch.empty_like(self.mean).normal_(generator=generator)
+            return _present(sample, self.mask)
 
     def mode(self) -> Tensor:
         return _present(self.mean, self.mask)

@@ -4,8 +4,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from gymnasium import spaces
 
-from lightning_rl.policies.distributions import Bernoulli, Categorical, DiagonalGaussian, Distribution
+from lightning_rl.policies.distributions import (
+    Bernoulli,
+    Beta,
+    Bounds,
+    Categorical,
+    DiagonalGaussian,
+    Distribution,
+    SquashedGaussian,
+)
 
 LOGITS = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
 
@@ -37,3 +46,12 @@ def test_each_sample_uses_one_draw_of_the_generator(kind: str, inference: bool) 
     assert all(map(torch.equal, samples, expected))
     assert len({tuple(sample.flatten().tolist()) for sample in samples}) > 1
     assert torch.equal(generators[0].get_state(), generators[1].get_state())
+
+
+BOUNDS = Bounds(spaces.Box(-1, 1, (3,)))
+
+
+@pytest.mark.parametrize(("kind", "more"), [(Beta, (BOUNDS,)), (SquashedGaussian, (BOUNDS,)), (DiagonalGaussian, ())])
+def test_samples_carry_no_gradient(kind: Callable[..., Distribution], more: tuple[object, ...]) -> None:
+    parameters = [torch.full((2, 3), value, requires_grad=True) for value in (0.4, 0.6)]
+    assert not kind(*parameters, *more).sample(torch.Generator().manual_seed(0)).requires_grad
