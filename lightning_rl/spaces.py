@@ -80,10 +80,7 @@ def _describe_nested(space: spaces.Dict | spaces.Tuple[Any], field: str) -> Spac
 
 
 def space_from_dict(spec: SpaceOrDict) -> spaces.Space[Any]:
-    """Return the space that `space_to_dict` described; a space is returned unchanged.
-
-    Anything else raises a `ConfigurationError`.
-    """
+    """Return the space that `space_to_dict` described, or a space unchanged; else raise a `ConfigurationError`."""
     if isinstance(spec, spaces.Space):
         return spec
     expected = "expected a description made by space_to_dict"

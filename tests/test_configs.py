@@ -163,7 +163,8 @@ def test_configuration_runs_for_two_rollouts(path):
     checkpoint = torch.load(cli.run_dir / "checkpoints/last.ckpt", weights_only=True)
     assert checkpoint["lightning_rl"]["env_steps"] == cli.model.env_steps
     if data["env_id"].startswith("ALE/"):
-        assert cli.model.observation_space == gymnasium.spaces.Box(0, 255, (4, 84, 84), "uint8")
+        size = data.get("env", {}).get("atari", {}).get("screen_size", 84)
+        assert cli.model.observation_space == gymnasium.spaces.Box(0, 255, (4, size, size), "uint8")
         assert type(cli.model.policy.actor_encoder).__name__ == "NatureEncoder"
         assert cli.model.policy.critic_encoder is None  # shared with the actor
     else:

@@ -80,10 +80,7 @@ class FailedUpdate:
             return cls(content)
 
     def replay(self) -> dict[str, float]:
-        """Compute loss and gradients of the minibatch again; return the terms of the loss and `grad_norm`.
-
-        The gradients stay in the parameters of `module`.
-        """
+        """Compute the minibatch again; return the loss terms and `grad_norm`, and leave the gradients in `module`."""
         module = self.module
         module.zero_grad()
         with module.steps.isolated(part=module.steps.part), self._trainer.precision_plugin.train_step_context():

@@ -185,10 +185,7 @@ class UseLimitedBuffer(Replay):
         return self.gather(filled[torch.randperm(len(filled), generator=generator)[:num_rows]])
 
     def gather(self, places: Tensor) -> Fields:
-        """Return copies of the rows in different places, `[N]`, and count a use of each.
-
-        An empty or repeated place raises a `ValueError`.
-        """
+        """Return copies of the rows in different places, `[N]`, and count uses; other places raise a `ValueError`."""
         if self._fields is None or (self._uses[places] < 0).any() or len(set(places.tolist())) < len(places):
             raise ValueError(f"expected different places that have a row, got {places.tolist()}")
         rows: Fields = map_leaves(itemgetter(places), self._fields)

@@ -513,10 +513,7 @@ class UpdateRecord:
         return self.is_open.device.type == "cpu" and not self.is_open
 
     def means(self) -> dict[str, float]:
-        """Return the mean of every scalar over this rank's minibatches; the host waits for the device only here.
-
-        With several ranks this is a collective call.
-        """
+        """Return the mean of every scalar over the minibatches; a collective call, and the host waits only here."""
         recorded = self._values | self._absolute_sums()
         if not recorded:
             return {}

@@ -64,10 +64,7 @@ class LogWindow:
         counts: Mapping[str, float],
         maxima: Mapping[str, float],
     ) -> None:
-        """Add episodes, any number of values for each mean, counts and maxima of this rank.
-
-        All ranks use the same names.
-        """
+        """Add episodes, values for each mean, counts and maxima of this rank, under the same names on all ranks."""
         self.num_rollouts += 1
         of_episodes: dict[str, Sequence[float]] = {
             "rollout/episode_return": episodes.returns,

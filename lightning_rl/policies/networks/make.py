@@ -71,10 +71,7 @@ def make_encoder(
 
 
 def name_image_networks(space: spaces.Space[Any], network: Network = "auto") -> Network:
-    """Return `network` with a name instead of `auto` for each image, since a normalized image no longer looks like one.
-
-    The names of a nested space are a dict by path.
-    """
+    """Return `network`, by path if nested, with names of the image networks, which `auto` would not choose later."""
     is_by_path = isinstance(network, dict) and "class_path" not in network
     if not is_by_path and network not in ("auto", "nature", "impala"):
         return network
