@@ -98,7 +98,7 @@ def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def whole(value: T) -> T | int:
+def whole_number(value: T) -> T | int:
     """Return a whole float such as 1e6 as an integer, and other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 

@@ -679,17 +679,6 @@ def test_parameters_that_no_optimizer_has_are_named_before_training():
         make_trainer().fit(WithHead(data.observation_space, data.action_space), data)
 
 
-class RecordsVectors(PPO):
-    def update(self, rollout):
-        self.steps.observe(vector=rollout.rewards)
-
-
-def test_only_scalars_can_be_recorded():
-    data = make_data()
-    with pytest.raises(ValueError, match=r"vector has the shape \(16, 2\): expected a scalar"):
-        make_trainer().fit(RecordsVectors(data.observation_space, data.action_space), data)
-
-
 class WithoutSteps(PPO):
     """Changes parameters without an optimizer, as a random search does."""
 
@@ -712,6 +701,11 @@ def test_updates_without_an_optimizer_are_saved_too(tmp_path):
     assert_equal_parameters(saved, parameters_of(model))
 
 
+class RecordsVectors(PPO):
+    def update(self, rollout):
+        self.steps.observe(vector=rollout.rewards)
+
+
 class ThreeOptimizers(PPO):
     def configure_optimizers(self):
         return [torch.optim.SGD(self.policy.parameters(), lr=0.1) for _ in range(3)]
@@ -722,16 +716,18 @@ class WithoutSuper(PPO):
         return None
 
 
-def test_more_than_two_optimizers_are_refused():
+@pytest.mark.parametrize(
+    ("algorithm", "error", "message"),
+    [
+        (RecordsVectors, ValueError, r"vector has the shape \(16, 2\): expected a scalar"),
+        (ThreeOptimizers, ConfigurationError, r"configure_optimizers='3 optimizers' .* one for the critic"),
+        (WithoutSuper, ConfigurationError, r"WithoutSuper.training_step does not call super"),
+    ],
+)
+def test_what_an_algorithm_must_not_do_is_refused(algorithm, error, message):
     data = make_data()
-    with pytest.raises(ConfigurationError, match=r"configure_optimizers='3 optimizers' .* one for the critic"):
-        make_trainer().fit(ThreeOptimizers(data.observation_space, data.action_space), data)
-
-
-def test_training_step_that_does_not_learn_is_refused():
-    data = make_data()
-    with pytest.raises(ConfigurationError, match=r"WithoutSuper.training_step does not call super"):
-        make_trainer().fit(WithoutSuper(data.observation_space, data.action_space), data)
+    with pytest.raises(error, match=message):
+        make_trainer().fit(algorithm(data.observation_space, data.action_space), data)
 
 
 class ForgetsTheRun(PPO):

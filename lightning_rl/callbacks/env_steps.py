@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from torch import Tensor
 
 from lightning_rl.training.clock import ends_epoch, env_steps_of, validates_now
-from lightning_rl.validation import check, check_positive_int, is_int, make_folder, whole
+from lightning_rl.validation import check, check_positive_int, is_int, make_folder, whole_number
 
 
 class EnvStepInterval(Callback):
@@ -104,7 +104,7 @@ class EnvStepLimit(Callback):
     """
 
     def __init__(self, max_env_steps: int | float) -> None:
-        self.max_env_steps = int(check_positive_int("max_env_steps", whole(max_env_steps)))
+        self.max_env_steps = int(check_positive_int("max_env_steps", whole_number(max_env_steps)))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop a resumed run that has reached the limit already."""
@@ -143,8 +143,8 @@ class EnvStepValidation(Callback):
         if stage == "fit":
             epochs = trainer.check_val_every_n_epoch
             check(epochs in (None, 1), "check_val_every_n_epoch", epochs, "1 or None with EnvStepValidation")
-            by_time = not hasattr(trainer, "val_check_interval")
-            check(not by_time, "val_check_interval", "a time", "a number with EnvStepValidation, which replaces it")
+            by_number = hasattr(trainer, "val_check_interval")
+            check(by_number, "val_check_interval", "a time", "a number with EnvStepValidation, which replaces it")
             # With 1.0, Lightning's callbacks would wait for the end of an epoch instead of a validation.
             self._replaced, trainer.val_check_interval = trainer.val_check_interval, 0.5
 
@@ -250,16 +250,19 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self._save_if_due(trainer)
 
     def _save_if_due(self, trainer: Trainer) -> None:
+        if not self._due:
+            return
         module: Any = trainer.lightning_module
-        kind = (self.monitor or "").partition("/")[0]
-        is_ready = self._validated_at == env_steps_of(module) if kind == "val" else True
-        if self._due and kind == "rollout":  # the score of these rollouts, not of those before the last log
-            module.metrics.show_unlogged(trainer)
-            is_ready = self.monitor in trainer.callback_metrics  # not until an episode ends
-        if self._due and is_ready:
-            # Private to Lightning 2.6, which would not save again before the next gradient step.
-            self._due, self._last_global_step_saved = False, -1
-            super().on_validation_end(trainer, module)
+        monitor = self.monitor or ""
+        if monitor.startswith("val/") and self._validated_at != env_steps_of(module):
+            return
+        if monitor.startswith("rollout/"):
+            module.metrics.show_unlogged(trainer)  # the score of these rollouts, not of those before the last log
+            if monitor not in trainer.callback_metrics:  # no episode has ended
+                return
+        # Private to Lightning 2.6, which would not save again before the next gradient step.
+        self._due, self._last_global_step_saved = False, -1
+        super().on_validation_end(trainer, module)
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
         # Overrides a private method of Lightning 2.6, which casts "step" to 32 bits.

@@ -135,13 +135,8 @@ class LastCheckpoint(ModelCheckpoint):
     def save(self, trainer: Trainer) -> None:
         """Save now; call it between two rollouts, on all ranks."""
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self.on_train_epoch_end(trainer, trainer.lightning_module)
+            super().on_train_epoch_end(trainer, trainer.lightning_module)
             self._saved_at = time.monotonic()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Private to Lightning 2.6, which would not save again before the next gradient step.
-        self._last_global_step_saved = -1
-        super().on_train_epoch_end(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -150,6 +145,8 @@ class LastCheckpoint(ModelCheckpoint):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
         """Save if the interval is over, after the same rollout on all ranks."""
         super().on_train_batch_end(trainer, pl_module, *args)
+        # Private to Lightning 2.6, which would not save again before the next gradient step.
+        self._last_global_step_saved = -1
         if self.train_time_interval is None or validates_now(trainer) or ends_epoch(trainer):
             return
         waited = time.monotonic() - self._saved_at

@@ -44,9 +44,8 @@ class FailedUpdate:
         # The Trainer only provides the precision, without `fit`. On a CPU it would replace 16-mixed by bf16-mixed.
         half = content["precision"] == "16-mixed"
         chosen = {"plugins": MixedPrecision("16-mixed", "cpu")} if half else {"precision": content["precision"]}
-        silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-        quiet: dict[str, Any] = dict.fromkeys(silent, False)
-        self._trainer = Trainer(accelerator="cpu", **quiet, **chosen)
+        chosen |= {"enable_progress_bar": False, "enable_model_summary": False}
+        self._trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **chosen)
         self._trainer.precision_plugin.convert_module(self.module)
         self.module.load_state_dict(content["state_dict"])
         self.module.trainer = self._trainer
@@ -134,9 +133,11 @@ def save_failed_update(
 ) -> Path | None:
     """Save the failed update in the Trainer's folder; return the path, or None if that is not possible."""
     trainer, failed = module.trainer, module.steps.failed_minibatch
-    name = getattr(failed and failed.loss, "__name__", "")
+    if failed is None:
+        return None
+    name = getattr(failed.loss, "__name__", "")
     # A function of the user, or another kind of minibatch, cannot be stored as plain data.
-    if failed is None or getattr(module, name, None) != failed.loss or not isinstance(failed.minibatch, Minibatch):
+    if getattr(module, name, None) != failed.loss or not isinstance(failed.minibatch, Minibatch):
         return None
     checkpoints = [
         getattr(c, name, "") for c in trainer.checkpoint_callbacks for name in ("last_model_path", "best_model_path")

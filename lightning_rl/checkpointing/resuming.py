@@ -214,14 +214,13 @@ def adopt_settings(checkpoint: dict[str, Any], module: Any) -> None:  # noqa: AN
     if not keeps_schedule:
         checkpoint["lr_schedulers"] = []
     for state, scheduler in zip(checkpoint["lr_schedulers"], schedulers, strict=False):
-        new, arguments = scheduler.state_dict(), _argument_names(stored, (SCHEDULER,))
-        arguments |= _argument_names(own, (SCHEDULER,))
-        state |= {name: new[name] for name in arguments if name in new and name != "last_epoch"}
+        new, taken = scheduler.state_dict(), {*stored[f"{SCHEDULER}.options"], *own[f"{SCHEDULER}.options"]}
+        state |= {name: new[name] for name in taken if name in new and name != "last_epoch"}
 
 
-def _argument_names(options: Mapping[str, Any], of: Sequence[str] = _OPTIMIZERS) -> set[str]:
-    given = [options.get(f"{group}.options") or {} for group in of]
-    given += (options.get("optimizer.groups") or {}).values() if of is _OPTIMIZERS else []
+def _argument_names(options: Mapping[str, Any]) -> set[str]:
+    given = [options.get(f"{group}.options") or {} for group in _OPTIMIZERS]
+    given += (options.get("optimizer.groups") or {}).values()
     return {name for arguments in given for name in arguments}
 
 

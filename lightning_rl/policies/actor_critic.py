@@ -18,7 +18,7 @@ from lightning_rl.options import OrDict, changed
 from lightning_rl.policies.distributions import Distribution, make_action_head
 from lightning_rl.policies.distributions.continuous import BetaHead
 from lightning_rl.policies.interface import PolicyOutput
-from lightning_rl.policies.networks.make import Network, make_encoder, name_image_networks
+from lightning_rl.policies.networks.make import Network, is_by_path, make_encoder, name_image_networks
 from lightning_rl.policies.networks.mlp import DiscreteEncoding, HeadLinear
 from lightning_rl.policies.normalization import (
     NestedNormalizer,
@@ -357,7 +357,7 @@ def _dict_paths(space: spaces.Space[Any], path: str = "") -> Iterator[str]:
 
 def _network_of_actor(network: Network, actor_space: spaces.Space[Any], space: spaces.Space[Any]) -> Network:
     """Remove the encoders of leaves that only the critic sees; unknown paths stay, so that `make_encoder` raises."""
-    if isinstance(network, str) or "class_path" in network:
+    if not is_by_path(network):
         return network
     hidden = space_leaves(space).keys() - space_leaves(actor_space).keys()
     return {path: one for path, one in network.items() if path not in hidden}

@@ -50,11 +50,14 @@ class RunningMoments(nn.Module):
     def update(self, x: Tensor, reduce: Reduce = identity) -> None:
         """Merge the rows `x`, `[N, *shape]`, of all ranks that `reduce` sums over, unless an entry is not finite."""
         parts = torch.split(x, max(1, _ELEMENTS_AT_A_TIME // max(1, self.mean.numel())))
-        sums = torch.stack([part.to(self.mean.dtype).sum(0) for part in parts]).sum(0)
-        totals = reduce(torch.cat([self.mean.new_tensor([len(x)]), sums.flatten()]))
+
+        def total(term: Callable[[Tensor], Tensor]) -> Tensor:
+            return torch.stack([term(part.to(self.mean.dtype)).sum(0) for part in parts]).sum(0)
+
+        totals = reduce(torch.cat([self.mean.new_tensor([len(x)]), total(lambda part: part).flatten()]))
         count = totals[0]
         mean = (totals[1:] / count.clamp(min=1)).view_as(self.mean)
-        squares = reduce(torch.stack([(part.to(mean.dtype) - mean).square().sum(0) for part in parts]).sum(0))
+        squares = reduce(total(lambda part: (part - mean).square()))
         new_count = self.count + count
         weight = count / new_count.clamp(min=1)
         delta = mean - self.mean
@@ -144,10 +147,12 @@ def make_normalizer(
     for path, leaf in found.items():
         if is_image(leaf) and "initial_variance" not in options:  # divides by 255, as without normalization
             normalizers.of(path).moments.variance.fill_(255.0**2)
-    bound = ObservationNormalizer((), **options).clip
 
     def bounded(path: str, leaf: spaces.Space[Any]) -> spaces.Space[Any]:
-        return spaces.Box(-bound, bound, leaf.shape, np.float32) if path in found else leaf
+        if path not in found:
+            return leaf
+        clip = normalizers.of(path).clip
+        return spaces.Box(-clip, clip, leaf.shape, np.float32)
 
     return normalizers.of("") if "" in found else normalizers, replace_leaves(bounded, space)
 

@@ -171,7 +171,7 @@ class Rollout(SimpleNamespace):
         for name, given in per_step.items():
             for x in () if given is None else leaves(given):
                 found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                if found[:2] != (length, num_envs):
+                if found[:2] != self.shape:
                     raise ValueError(f"{name} has the shape {found}: expected a tensor [{length}, {num_envs}, ...]")
         fields: dict[str, Nested] = {
             "observations": map_leaves(itemgetter(slice(length)), self.observations),

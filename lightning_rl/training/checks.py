@@ -160,13 +160,14 @@ _EVERY = re.compile(r"'every_n_train_steps': ([2-9]|\d{2,})")
 def check_callbacks(trainer: Trainer) -> None:
     """Check that checkpoint callbacks can save, and that callbacks monitor a logged value in the right direction."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        # Lightning has no other public name for the interval.
-        if isinstance(callback, ModelCheckpoint) and "'train_time_interval': datetime" in callback.state_key:
+        # Lightning has no other public name for the intervals.
+        key = callback.state_key if isinstance(callback, ModelCheckpoint) else ""
+        if "'train_time_interval': datetime" in key:
             raise ConfigurationError(
                 f"trainer.callbacks: {type(callback).__name__}.train_time_interval: Lightning saves nothing by time in "
                 "manual optimization; expected LastCheckpoint(train_time_interval=...), or EnvStepCheckpoint"
             )
-        if isinstance(callback, ModelCheckpoint) and (every := _EVERY.search(callback.state_key)):
+        if every := _EVERY.search(key):
             rank_zero_warn(
                 f"{type(callback).__name__}(every_n_train_steps={every[1]}) counts gradient steps, and saves only if "
                 f"their number is a multiple of {every[1]} at the end of a rollout; EnvStepCheckpoint counts "

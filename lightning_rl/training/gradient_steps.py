@@ -517,17 +517,17 @@ class UpdateRecord:
         recorded = self._values | self._absolute_sums()
         if not recorded:
             return {}
-        entries = [(names, x, flag) for names, some in recorded.items() for x, flag in some]
-        on_host = torch.cat([_at_least_float32(x).flatten() for _, x, _ in entries]).tolist()
+        blocks = [_at_least_float32(torch.stack([x for x, _ in entries])).flatten() for entries in recorded.values()]
+        remaining = iter(torch.cat(blocks).tolist())
         # Minibatches without a stop between them share one flag, which is read once.
-        flags = {id(flag): flag for *_, flag in entries}
+        flags = {id(flag): flag for entries in recorded.values() for _, flag in entries}
         is_open = dict(zip(flags, torch.stack([*flags.values()]).tolist(), strict=True))
         values: dict[str, list[float]] = defaultdict(list)
-        remaining = iter(on_host)
-        for names, _, flag in entries:
-            for name, value in zip(names, remaining, strict=False):
-                if is_open[id(flag)]:
-                    values[name].append(value)
+        for names, entries in recorded.items():
+            for _, flag in entries:
+                for name, value in zip(names, remaining, strict=False):
+                    if is_open[id(flag)]:
+                        values[name].append(value)
         return {name: sum(some) / len(some) for name, some in values.items()}
 
     def _absolute_sums(self) -> dict[tuple[str, ...], list[tuple[Tensor, Tensor]]]:

@@ -16,7 +16,7 @@ from lightning_rl.validation import (
     is_int,
     is_list,
     is_one_of,
-    whole,
+    whole_number,
 )
 
 Scheduled = float | dict[str, Any]
@@ -124,7 +124,7 @@ def parse_schedule(
         return _constant(value["value"])
     if kind == "piecewise":
         return _piecewise(field, value["points"], value.get("interpolate", False), number)
-    over = whole(value.get("over"))
+    over = whole_number(value.get("over"))
     is_number = over is None or (is_int(over) and over >= 1)
     check(is_number, f"{field}: over", over, "a number of environment steps, or null")
     return Ramp(number("start", value["start"]), number("end", value["end"]), over, kind == "cosine")
@@ -148,7 +148,7 @@ def _piecewise(
     check_bool(f"{field}: interpolate", interpolate)
 
     def is_point(x: object) -> bool:
-        return is_list(x) and len(x) == 2 and is_int(whole(x[0])) and x[0] >= 0
+        return is_list(x) and len(x) == 2 and is_int(whole_number(x[0])) and x[0] >= 0
 
     expected = "a list of [environment steps, value], ordered by steps"
     check(is_list(points) and len(points) > 0 and all(map(is_point, points)), f"{field}: points", points, expected)

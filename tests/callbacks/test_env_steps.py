@@ -301,6 +301,15 @@ def test_last_checkpoint_saves_within_an_epoch_when_its_interval_is_over(tmp_pat
     assert steps_of(tmp_path) == [192]
 
 
+def test_last_checkpoint_is_written_once_after_each_rollout(tmp_path):
+    last = LastCheckpoint(tmp_path)
+    fitted, *_ = fit(last, max_epochs=1, enable_checkpointing=True)
+    before = (tmp_path / "last.ckpt").stat()
+    last.save(fitted)  # as after a signal at the end of an epoch
+    after = (tmp_path / "last.ckpt").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
 def test_last_checkpoint_refuses_an_interval_of_nothing():
     with pytest.raises(ConfigurationError, match=r"train_time_interval=.*0\).*a time above 0"):
         LastCheckpoint(train_time_interval=timedelta())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from gymnasium import spaces
@@ -20,6 +20,14 @@ from lightning_rl.validation import ClassSpec, ConfigurationError, check, instan
 # Not `dict[str, Any]`: jsonargparse would instantiate the class specs of leaves.
 Network = str | dict[str, str | dict[str, Any] | None]
 """A name, a class spec, or these by the path of a leaf: `{"camera": "impala", "arm.0": {"class_path": ...}}`."""
+
+
+_OF_IMAGES = ("auto", "nature", "impala")
+
+
+def is_by_path(network: Network) -> TypeGuard[dict[str, Any]]:
+    """Whether a value of `network` has a network for each of some leaves, by path."""
+    return isinstance(network, dict) and "class_path" not in network
 
 
 def make_encoder(
@@ -50,14 +58,14 @@ def make_encoder(
     is_nested = isinstance(space, spaces.Dict | spaces.Tuple)
     mlp = (hidden_sizes, activation, discrete_encoding)
     given: dict[str, nn.Module] = {}
-    if isinstance(network, dict) and "class_path" not in network:
+    if is_by_path(network):
         leaves = space_leaves(space) if is_nested else {}
         known = f"paths of leaves ({', '.join(leaves)})" if is_nested else "a dict with 'class_path'"
         for path, one in network.items():
             check(path in leaves, "policy.network", network, f"{known}, got {path!r}")
             given[path] = _flat_encoder(f"policy.network.{path}", leaves[path], cast(str | ClassSpec, one), *mlp)
         network = "auto"
-    elif not is_nested or network not in ("auto", "nature", "impala"):
+    elif not is_nested or network not in _OF_IMAGES:
         return _flat_encoder("policy.network", space, network, *mlp)
     encoders: dict[str, nn.Module] = {}
     for path, leaf in space_leaves(space).items():
@@ -72,16 +80,14 @@ def make_encoder(
 
 def name_image_networks(space: spaces.Space[Any], network: Network = "auto") -> Network:
     """Return `network`, by path if nested, with names of the image networks, which `auto` would not choose later."""
-    is_by_path = isinstance(network, dict) and "class_path" not in network
-    if not is_by_path and network not in ("auto", "nature", "impala"):
+    images = {path: network_for_image(leaf) for path, leaf in space_leaves(space).items() if is_image(leaf)}
+    named: dict[str, Any]
+    if is_by_path(network):
+        named = images | {path: one for path, one in network.items() if one != "auto"}
+    elif network in _OF_IMAGES:
+        named = images if network == "auto" else dict.fromkeys(images, network)
+    else:
         return network
-    named: dict[str, str | dict[str, Any] | None] = {
-        path: network_for_image(leaf) if is_by_path or network == "auto" else network
-        for path, leaf in space_leaves(space).items()
-        if is_image(leaf)
-    }
-    if isinstance(network, dict):
-        named |= {path: one for path, one in network.items() if one != "auto"}
     return cast(Network, named.get("", named or network))
 
 
@@ -89,7 +95,7 @@ def network_to_plain_data(network: Any) -> Network:  # noqa: ANN401 - names, cla
     """Replace the classes in a value of `network` by their class paths and arguments."""
     if isinstance(network, str):
         return network
-    if isinstance(network, dict) and "class_path" not in network:
+    if is_by_path(network):
         return {
             path: one if isinstance(one, str) else to_class_spec(f"policy.network.{path}", one)
             for path, one in network.items()
