@@ -1,12 +1,13 @@
 """Measure PPO with environments, acting and learning on one device: `python benchmarks/gpu.py --save`.
 
-Three measurements in the same sizes: training on CartPole in torch under the Trainer, with and without compiled losses;
-acting and stepping alone; and one gradient step on a minibatch alone (forward, loss, backward, clipping, Adam). The
-last two are timed uncompiled, with a loss compiled by `torch.compile`, and replayed as one CUDA graph. Without a GPU
-the script runs on the CPU, without graphs; use small sizes there, to check that it works.
+Three measurements in the same sizes: training on CartPole in torch under the Trainer, by the default engine and by the
+compiled one; acting and stepping alone; and one gradient step on a minibatch alone (forward, loss, backward, clipping,
+Adam). The last two are timed uncompiled, with a loss compiled by `torch.compile`, and replayed as one CUDA graph.
+Without a GPU the script runs on the CPU, without graphs; use small sizes there, to check that it works.
 
     python benchmarks/gpu.py --num_envs 16 --rollout_length 8 --rollouts 1 --repeats 2
-    python benchmarks/gpu.py --images           the gradient step of a Nature CNN on frames instead
+    python benchmarks/gpu.py --num_envs 8 --rollout_length 128              the sizes of W1
+    python benchmarks/gpu.py --num_envs 8 --rollout_length 128 --images     W3: a Nature CNN, and Pong on the CPU
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from statistics import mean
 from typing import Any
 
+import measure
 import torch
 import torch_cartpole
 from gymnasium import spaces
@@ -24,9 +27,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from record import add_saving, save
 from torch import Tensor
+from workload_models import make_data, make_model
 
-from lightning_rl import PPO, ActorCritic, RolloutDataModule
+from lightning_rl import ActorCritic, Rollout
 from lightning_rl import functional as rl
+from lightning_rl.algorithms import OnPolicyAlgorithm
 
 _FRAMES, _GAME = spaces.Box(0, 255, (4, 84, 84), "uint8"), spaces.Discrete(6)
 _WARM_UP = 3
@@ -44,7 +49,7 @@ def seconds_of(work: Callable[[], object], repeats: int, device: torch.device) -
     return (time.perf_counter() - start) / repeats
 
 
-def graphed(work: Callable[[], object], *generators: torch.Generator) -> Callable[[], None]:
+def graphed(work: Callable[[], object]) -> Callable[[], None]:
     """Return a function that replays `work` as one CUDA graph, which reads and writes the same tensors each time."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -53,8 +58,6 @@ def graphed(work: Callable[[], object], *generators: torch.Generator) -> Callabl
             work()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    for generator in generators:
-        graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
         work()
     return graph.replay
@@ -93,34 +96,30 @@ class ActAndStep:
         self.policy = policy
         self.env = torch_cartpole.TorchCartPole(num_envs, str(device))
         self.env.reset(seed=0)
-        self.state, self.steps = self.env.state.clone(), self.env.steps.clone()
+        self.kept = {name: getattr(self.env, name).clone() for name in ("state", "steps", "random")}
 
     @torch.no_grad()
     def __call__(self) -> None:
-        self.env.state, self.env.steps = self.state, self.steps
-        self.env.step(self.policy.act(self.state).environment_action)
-        self.state.copy_(self.env.state)
-        self.steps.copy_(self.env.steps)
+        vars(self.env).update(self.kept)
+        self.env.step(self.policy.act(self.kept["state"]).environment_action)
+        for name, kept in self.kept.items():
+            kept.copy_(getattr(self.env, name))
 
 
-def training(args: argparse.Namespace, device: torch.device, compiled: bool) -> float:
-    """Return environment steps per wall second of whole rollouts under the Trainer."""
-    data = RolloutDataModule(
-        torch_cartpole.ID,
-        args.num_envs,
-        args.rollout_length,
-        args.rollouts + _WARM_UP,
-        backend="torch",
-        env={"kwargs": {"device": str(device)}},
-        seed=0,
-    )
+def training(args: argparse.Namespace, device: torch.device, compiled: bool) -> dict[str, float]:
+    """Return environment steps per wall second under the Trainer, and milliseconds per rollout and per update."""
+    sizes = {"num_envs": args.num_envs, "num_steps": args.rollout_length, "rollouts": args.rollouts + _WARM_UP}
+    workload = measure.WORKLOADS["W3" if args.images else "W1"] | sizes
+    data = make_data(workload, "native", 0) if args.images else make_data(workload, "torch", 0, str(device))
     torch.manual_seed(0)
-    model = PPO(data.observation_space, data.action_space, debug={"fast_paths": "compiled" if compiled else "auto"})
+    model = make_model(workload | {"fast_paths": "compiled" if compiled else "auto"}, data)
     done: list[float] = []
+    rollout_seconds: list[float] = []
 
-    def note(*_: object) -> None:
+    def note(_trainer: Trainer, _model: OnPolicyAlgorithm, _outputs: object, rollout: Rollout, _index: int) -> None:
         _wait(device)
         done.append(time.perf_counter())
+        rollout_seconds.append(rollout.seconds)
 
     trainer = Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
@@ -134,8 +133,12 @@ def training(args: argparse.Namespace, device: torch.device, compiled: bool) -> 
         callbacks=[LambdaCallback(on_train_batch_end=note)],
     )
     trainer.fit(model, data)
-    steps = args.num_envs * args.rollout_length * args.rollouts
-    return steps / (done[-1] - done[_WARM_UP - 1])
+    seconds, collecting = (done[-1] - done[_WARM_UP - 1]) / args.rollouts, mean(rollout_seconds[_WARM_UP:])
+    return {
+        "steps_per_second": round(args.num_envs * args.rollout_length / seconds),
+        "rollout_milliseconds": round(1e3 * collecting, 2),
+        "update_milliseconds": round(1e3 * (seconds - collecting), 2),
+    }
 
 
 def ways(args: argparse.Namespace) -> tuple[str, ...]:
@@ -164,8 +167,7 @@ def parts(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         collect = ActAndStep(ActorCritic(space, actions).to(device), args.num_envs, device)
         found["act_and_step_eager"] = 1e6 * seconds_of(collect, args.repeats, device)
         if device.type == "cuda":
-            replay = graphed(collect, collect.env.generator)
-            found["act_and_step_graphed"] = 1e6 * seconds_of(replay, args.repeats, device)
+            found["act_and_step_graphed"] = 1e6 * seconds_of(graphed(collect), args.repeats, device)
     return {name: round(value, 2) for name, value in found.items()}
 
 
@@ -180,7 +182,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rollout_length", type=int, default=32)
     parser.add_argument("--rollouts", type=int, default=20, help="timed rollouts under the Trainer")
     parser.add_argument("--repeats", type=int, default=200, help="timed calls of single parts")
-    parser.add_argument("--images", action="store_true", help="measure a gradient step on frames, without training")
+    parser.add_argument("--images", action="store_true", help="learn Pong from frames, with environments on the CPU")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_saving(parser)
@@ -191,10 +193,9 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
     """Return all requested measurements."""
     device = torch.device(args.device)
     sizes = {name: getattr(args, name) for name in ("num_envs", "rollout_length")}
-    found: dict[str, Any] = {"device": device.type, **sizes, "microseconds": parts(args, device)}
-    if not args.images:
-        rates = {name: training(args, device, name == "compiled") for name in ways(args)}
-        found["training_steps_per_second"] = {name: round(rate) for name, rate in rates.items()}
+    found = {"task": "Pong" if args.images else "CartPole", "device": device.type, **sizes}
+    found["microseconds"] = parts(args, device)
+    found["training"] = {name: training(args, device, name == "compiled") for name in ways(args)}
     return found
 
 
@@ -202,5 +203,5 @@ if __name__ == "__main__":
     arguments = parse()
     torch.set_float32_matmul_precision("high")
     result = measure_all(arguments)
-    save(result, arguments.save, f"gpu/{'images' if arguments.images else 'cartpole'}.json")
+    save(result, arguments.save, f"gpu/{result['task'].lower()}-{arguments.num_envs}.json")
     print(json.dumps(result), flush=True)

@@ -146,13 +146,15 @@ def gpu(results: Path = RESULTS) -> str:
     for path in sorted(results.glob("gpu/*.json")):
         found = json.loads(path.read_text())
         where, commit = found["hardware"]["accelerator"] or found["device"], _commit(found["source"])
-        size = f"{path.stem}, {found['num_envs']:,} × {found['rollout_length']}"
+        size = f"{found['task']}, {found['num_envs']:,} × {found['rollout_length']}"
         parts = dict(found["microseconds"])
         minibatch = f"minibatch of {parts.pop('minibatch_rows'):,.0f}"
         for name, value in parts.items():
             rows.append([f"{size}, {minibatch}: {name.replace('_', ' ')}", f"{value:,.1f} µs", where, commit])
-        for name, rate in found.get("training_steps_per_second", {}).items():
-            rows.append([f"{size}: training, {name}", f"**{rate:,}** steps a second", where, commit])
+        for name, training in found["training"].items():
+            times = f"rollout {training['rollout_milliseconds']} ms, update {training['update_milliseconds']} ms"
+            rate = f"**{training['steps_per_second']:,}** steps a second"
+            rows.append([f"{size}: training, {name}", f"{rate}; {times}", where, commit])
     return _markdown(["what", "found", "on", "commit"], rows)
 
 

@@ -29,8 +29,8 @@ _ATARI_ID = "ALE/Pong-v5"
 _IN_TORCH = {"CartPole-v1": torch_cartpole.ID}
 
 
-def make_data(workload: dict[str, Any], backend: Backend, seed: int) -> RolloutDataModule:
-    """Return the environments of a workload."""
+def make_data(workload: dict[str, Any], backend: Backend, seed: int, device: str = "cpu") -> RolloutDataModule:
+    """Return the environments of a workload; those of the backend "torch" run on `device`."""
     env_id: str = workload["env_id"]
     env: dict[str, Any] = {
         "wrappers": _wrappers(workload),
@@ -39,7 +39,7 @@ def make_data(workload: dict[str, Any], backend: Backend, seed: int) -> RolloutD
         "previous_reward": workload.get("previous", False),
     }
     if backend == "torch":
-        env_id = _IN_TORCH[env_id]
+        env_id, env["kwargs"] = _IN_TORCH[env_id], {"device": device}
     if "NoFrameskip" in env_id:
         env_id = env_id if backend == "sync" else _ATARI_ID
         env["atari"] = AtariPreprocessing(

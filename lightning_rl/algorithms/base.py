@@ -249,7 +249,12 @@ class OnPolicyAlgorithm(LightningModule):
 
     def minibatch_order(self, num_items: int) -> Tensor:
         """Return the order of the rows in one pass, indices `[M]`. With memory, these are the indices of sequences."""
-        return torch.randperm(num_items, generator=self.generator)
+        if self.device.type != "cuda":
+            return torch.randperm(num_items, generator=self.generator)
+        # A permutation of a large rollout takes as long on the host as all else that it does for a pass.
+        seed = int(torch.randint(2**62, (), generator=self.generator))
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randperm(num_items, generator=generator, device=self.device)
 
     def make_policy(self) -> ActorCritic:
         return ActorCritic(self.observation_space, self.action_space, **self.policy_options())

@@ -294,7 +294,8 @@ class PPG(PPO):
         has_memory = self.policy.memory is not None
         addresses, sequences = self.kept.cut() if has_memory or self.aux_sequences else (self.kept.steps(), None)
         steps = Batch({"addresses": addresses, **self.kept.gather(addresses, only="weights")}, sequences=sequences)
-        parts = [steps.ordered(some) for some in order(steps.num_items).tensor_split(self._num_stored_minibatches)]
+        items = order(steps.num_items).cpu()
+        parts = [steps.ordered(some) for some in items.tensor_split(self._num_stored_minibatches)]
         set_global_weights(parts)
         for part in parts:
             fields = map_leaves(self.to_device, self.kept.gather(part.addresses))

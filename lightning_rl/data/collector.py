@@ -258,20 +258,28 @@ class Collector:
         Call it once after the steps: it also adds the steps of unfinished episodes to their return and length. Episodes
         that an environment's failure ended are left out.
         """
-        episodes = []
+        rewards, failed, steps = self._on_host("rewards"), self._on_host("failed"), self._on_host("valid").cumsum(0)
+        ends = self._on_host("terminated") | self._on_host("truncated") | failed
+        if not ends.any():
+            self._returns += rewards.sum(0)
+            self._lengths += steps[-1]
+            return []
+        index, t = ends.T.nonzero()  # environment by environment, in time order
+        goes_on = np.diff(index, prepend=-1) != 0  # the episode began before these steps
+        begins = np.where(goes_on, 0, np.roll(t, 1) + 1)
+        # Sums between the places of `begins` and `t + 1` among all rewards; a 0 follows the last one.
+        places = np.stack([index * self.length + begins, index * self.length + t + 1], 1)
+        returns = np.add.reduceat(np.append(rewards.T, 0.0), places.ravel())[::2]
+        returns += np.where(goes_on, self._returns[index], 0.0)
+        lengths = steps[t, index] + np.where(goes_on, self._lengths[index], -steps[begins - 1, index])
+        # The next episode begins after the last end; the assignments keep the last entry for each environment.
         first = np.zeros(len(self._returns), np.int64)
-        rewards, failed = self._on_host("rewards"), self._on_host("failed")
-        steps = self._on_host("valid").cumsum(0)
-        for t, index in np.argwhere(self._on_host("terminated") | self._on_host("truncated") | failed).tolist():
-            if not failed[t, index]:
-                episode_return = float(self._returns[index] + rewards[first[index] : t + 1, index].sum())
-                episodes.append((t, index, episode_return, int(self._lengths[index] + steps[t, index])))
-            # The next episode begins after this step.
-            self._returns[index], self._lengths[index], first[index] = 0.0, -steps[t, index], t + 1
-        is_unfinished = np.arange(self.length)[:, None] >= first
-        self._returns += rewards.sum(0, where=is_unfinished)
+        first[index] = t + 1
+        self._returns[index], self._lengths[index] = 0.0, -steps[t, index]
+        self._returns += rewards.sum(0, where=np.arange(self.length)[:, None] >= first)
         self._lengths += steps[-1]
-        return episodes
+        found = zip(t.tolist(), index.tolist(), returns.tolist(), lengths.tolist(), strict=True)
+        return sorted(episode for episode in found if not failed[episode[:2]])
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next rollout depends on except the policy, as tensors and plain values."""

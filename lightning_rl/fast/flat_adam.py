@@ -153,13 +153,15 @@ class Vectors:
         self.exp_avg, self._moments = self._side_by_side([state.get("exp_avg") for state in states])
         self.exp_avg_sq, squares = self._side_by_side([state.get("exp_avg_sq") for state in states])
         self.values.grad, self._gradients = self._side_by_side([parameter.grad for parameter in self.parameters])
-        self.steps = torch.full((len(states),), float(states[0].get("step", 0)), device=first.device)
+        steps = float(states[0].get("step", 0))
+        # Adam's kernels for GPUs read float32, whatever the default dtype is.
+        self.steps = torch.full((len(states),), steps, dtype=torch.float32, device=first.device)
         for state, *entries in zip(states, self.steps.unbind(), self._moments, squares, strict=True):
             state |= dict(zip(("step", "exp_avg", "exp_avg_sq"), entries, strict=True))
         for parameter, view, gradient in zip(self.parameters, values, self._gradients, strict=True):
             parameter.data, parameter.grad = view, gradient
         self._places = [parameter.data_ptr() for parameter in self.parameters]
-        self._rate, self._rate_tensor = -1.0, torch.zeros((), dtype=torch.float64)
+        self._rate, self._rate_tensor = -1.0, torch.zeros((), dtype=torch.float64, device=first.device)
 
     def places(self) -> list[tuple[nn.Parameter, tuple[int, int, torch.Size]]]:
         """Return each parameter with its offset in the vector, its size and its shape."""

@@ -115,6 +115,10 @@ class Graph:
         if kind != "outputs":
             raise ValueError("the loss does not depend on the parameters")
 
+    def moving(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the inputs that come from the minibatch; an empty list if the origin of an input is unknown."""
+        return [inputs[k] for k, _ in self.places or ()]
+
     def loss(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> ComputedLoss:
         """Return the loss, given inputs and outputs of the graph."""
 
@@ -199,7 +203,7 @@ class Capture:
             limits = dict(loss.limits)
             return ComputedLoss(loss.recorded, loss.total, terms, loss.first_log_ratios, limits, loss.has_value)
 
-        self._guarded = torch.compile(fresh(computed), backend=self._made, fullgraph=True)
+        self._guarded = torch.compile(fresh(computed), backend=self._made, fullgraph=True, dynamic=False)
 
     def __call__(self, batch: Any) -> ComputedLoss:  # noqa: ANN401
         """Check the guards, and return the loss."""
@@ -258,8 +262,8 @@ class Gradient:
             inputs[k] = inputs[place].shape[dim]
         return inputs
 
-    def others(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        return [inputs[k] for k in self._other_places]
+    def others(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(inputs[k] for k in self._other_places)
 
 
 def compiled(function: Callable[..., Any], graph: Graph, device: torch.device) -> Callable[..., Any]:
@@ -269,8 +273,61 @@ def compiled(function: Callable[..., Any], graph: Graph, device: torch.device) -
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     if device.type == "cpu":
         options["cpp_wrapper"] = True
-    dynamic = None if graph.dynamic_dims else False
-    return torch.compile(fresh(function), fullgraph=True, dynamic=dynamic, options=options)
+    # Only the marked sizes: otherwise numbers that differ from those of an earlier program become inputs.
+    return torch.compile(fresh(function), fullgraph=True, dynamic=False, options=options)
+
+
+def recorded(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    """Record the kernels of `work` as a CUDA graph; return its outputs, and the function that computes them."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the device meanwhile
+        outputs = work()
+    return outputs, graph.replay
+
+
+class Replay:
+    """Runs a compiled program on a GPU as a CUDA graph, which the host starts at once instead of kernel by kernel.
+
+    A CUDA graph reads and writes fixed memory, so the inputs that differ between calls are copied to where they were
+    when it was recorded. There is one graph for each shape of these inputs and each place of the others. The first such
+    call runs the program itself, which may still choose its kernels.
+
+    Args:
+        program: Function of nested tuples of tensors. It returns two nested tuples: results that the next call may
+            overwrite, and results to keep.
+        device: Device of the tensors; on another one than a GPU, the program runs as it is.
+    """
+
+    device_type = "cuda"
+
+    def __init__(self, program: Callable[..., tuple[Any, Any]], device: torch.device) -> None:
+        self._program, self._replays = program, device.type == self.device_type
+        # Copied inputs, outputs, and the function that runs the graph; None after the first call.
+        self._recordings: dict[Any, tuple[list[Tensor], Any, Callable[[], None]] | None] = {}
+
+    def __call__(self, moving: Sequence[Tensor], *inputs: Any) -> tuple[Any, Any]:  # noqa: ANN401
+        """Run the program on `inputs`, of which those in `moving` may differ in the next call; none: it is unknown."""
+        moves = {id(x) for x in moving} if self._replays else None
+        if not moves:
+            return self._program(*inputs)
+        found = [*leaves(inputs)]
+        key = tuple((x.shape, x.stride(), x.dtype) if id(x) in moves else x.data_ptr() for x in found)
+        if key not in self._recordings:
+            if len(self._recordings) < _MOST_GRAPHS:
+                self._recordings[key] = None
+            return self._program(*inputs)
+        given = [x for x in found if id(x) in moves]
+        if (recording := self._recordings[key]) is None:
+            copies = {id(x): x.clone() for x in given}
+            fixed = map_leaves(lambda x: copies.get(id(x), x), inputs)
+            recording = [copies[id(x)] for x in given], *recorded(lambda: self._program(*fixed))
+            self._recordings[key] = recording
+        places, outputs, run = recording
+        for place, x in zip(places, given, strict=True):
+            place.copy_(x)
+        run()
+        overwritten, kept = outputs
+        return overwritten, map_leaves(torch.clone, kept)
 
 
 class GradientProgram:
@@ -286,17 +343,18 @@ class GradientProgram:
             if on_several_ranks:  # a non-finite loss on one rank must reach the averaged gradient
                 factor = 1 + 0 * outputs[graph.total]
                 gradients = [x * factor for x in gradients]
-            return gradients, outputs
+            return tuple(gradients), tuple(outputs)
 
         self._graph, self._gradient = graph, gradient
-        self._program = compiled(program, graph, gradient.parameters[0].device)
+        device = gradient.parameters[0].device
+        self._program = Replay(compiled(program, graph, device), device)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute `known_loss`, and return the outputs of the graph."""
         parameters = self._gradient.parameters
         with torch.no_grad():
-            learned = [parameter.detach() for parameter in parameters]
-            gradients, outputs = self._program(learned, self._gradient.others(inputs))
+            learned = tuple(parameter.detach() for parameter in parameters)
+            gradients, outputs = self._program(self._graph.moving(inputs), learned, self._gradient.others(inputs))
         self.known_loss = self._graph.loss(inputs, outputs), [*zip(parameters, gradients, strict=True)]
         return outputs  # type: ignore[no-any-return]
 
@@ -382,20 +440,24 @@ class StepProgram:
             for tensors, x, numbers in zip(given, flat, constants, strict=True):
                 _take_adam_step(tensors, x, is_open, *numbers)
             kept = outputs if keeps_all else (loss.first_log_ratios,) if has_ratios else ()
-            return recorded, (is_open, finite, num_updates + is_open), kept
+            return (), (recorded, (is_open, finite, num_updates + is_open), tuple(kept))
 
-        self._program = compiled(program, graph, gradient.parameters[0].device)
+        device = gradient.parameters[0].device
+        self._program = Replay(compiled(program, graph, device), device)
 
     def use(self, groups: Sequence[Vectors]) -> None:
         """Take the next steps on these vectors."""
-        self._groups, self._tensors = groups, [vectors.tensors() for vectors in groups]
+        self._groups, self._tensors = groups, tuple(vectors.tensors() for vectors in groups)
 
     def __call__(self, inputs: Sequence[Tensor], state: StepState) -> Sequence[Any]:
         """Take a step from `state`, and return the outputs of the graph if the loss has side effects."""
         for vectors in self._groups:
             vectors.update_rate()
+        moving = self._graph.moving(inputs)
         with torch.no_grad():
-            values, after, outputs = self._program(self._tensors, self._gradient.others(inputs), tuple(state))
+            others = self._gradient.others(inputs)
+            moving = [*moving, *state] if moving else []
+            _, (values, after, outputs) = self._program(moving, self._tensors, others, tuple(state))
         if self._graph.has_side_effects:
             ratios = self._graph.loss(inputs, outputs).first_log_ratios
         else:

@@ -18,8 +18,8 @@ from lightning_rl.policies.recurrent import RecurrentState
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 
-# Limits of a forward pass, which bound its memory: rows, and entries of observations.
-_MAX_ROWS, _MAX_ENTRIES = 8192, 2**24
+# Limits of a forward pass, which bound its memory: rows, on a CPU and elsewhere, and entries of observations.
+_MAX_ROWS, _MAX_ROWS_ELSEWHERE, _MAX_ENTRIES = 8192, 2**17, 2**24
 
 
 class Finals(NamedTuple):
@@ -92,7 +92,8 @@ def in_chunks(function: Callable[[Nested], Nested], x: Nested, lead: int) -> Nes
     """Apply a row-wise function of tensors with `lead` leading dimensions to `x`, in chunks of bounded size."""
     width = math.prod(first_leaf(x).shape[1:lead])
     entries = sum(math.prod(leaf.shape[lead:]) for leaf in leaves(x))
-    size = max(1, min(_MAX_ROWS, _MAX_ENTRIES // max(1, entries)) // max(1, width))
+    rows = _MAX_ROWS if first_leaf(x).is_cpu else _MAX_ROWS_ELSEWHERE
+    size = max(1, min(rows, _MAX_ENTRIES // max(1, entries)) // max(1, width))
     starts = range(0, max(len(first_leaf(x)), 1), size)  # one chunk even if a rank has no rows
     chunks = [map_leaves(itemgetter(slice(start, start + size)), x) for start in starts]
     return map_stacked(torch.cat, [function(chunk) for chunk in chunks])

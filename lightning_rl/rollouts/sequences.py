@@ -47,7 +47,8 @@ class Sequences:
         return len(self.lengths)
 
     def select(self, order: Tensor) -> tuple[Tensor, Sequences]:
-        """Return the rows of the sequences with indices `order`, `[S']` on the CPU, and these sequences."""
+        """Return the rows of the sequences with indices `order`, `[S']`, and these sequences."""
+        order = order.cpu()
         lengths = self.lengths[order]
         begins = (self.lengths.cumsum(0) - self.lengths)[order]
         rows = torch.arange(int(lengths.sum())) + (begins - lengths.cumsum(0) + lengths).repeat_interleave(lengths)

@@ -117,12 +117,12 @@ class Normalizers:
     def _snapshot(self) -> Callable[[], None]:
         """Copy the statistics of observations and rewards, and return a function that restores them."""
         modules = [module for module in (self.of_observations, self.of_rewards) if module is not None]
-        copies = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+        copies = [{name: x.clone() for name, x in module.state_dict().items()} for module in modules]
         discounted_return = None if self.of_rewards is None else self.of_rewards.discounted_return
 
         def restore() -> None:
-            for buffer, old in copies:
-                buffer.copy_(old)
+            for module, old in zip(modules, copies, strict=True):
+                module.load_state_dict(old)  # the module may be on another device by now
             if self.of_rewards is not None and discounted_return is not None:
                 self.of_rewards.discounted_return = discounted_return
 

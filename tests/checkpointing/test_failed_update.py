@@ -287,6 +287,9 @@ def test_next_run_rolls_back_an_update_interrupted_by_an_exception(algorithm):
     with pytest.raises(RuntimeError, match="boom"):
         make_trainer(max_epochs=2, callbacks=[Interrupts()]).fit(model, data)
     assert model.policy.observation_normalizer.moments.count == 3 * 32
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.clone())  # as moves between devices do
     make_trainer(max_epochs=0).fit(model, data)  # starts, but learns nothing
     assert model.policy.observation_normalizer.moments.count == 2 * 32
     sizes = {name: len(replay) for name, replay in model.replays.items()}

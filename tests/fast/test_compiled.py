@@ -11,6 +11,7 @@ from lightning.pytorch import Callback
 
 from lightning_rl import PPO, RND, fast
 from lightning_rl.fast import engine as module
+from lightning_rl.fast import programs
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     CONTINUOUS,
@@ -272,6 +273,35 @@ def test_hooks_of_parameters_see_the_gradient_of_autograd(uncompiled):
         make_trainer().fit(model, FixedRollouts([random_rollout(model.policy)], model))
         ends.append(model)
     assert_alike(*ends)
+
+
+def pretend_to_record(work):
+    """Compute `work` anew in each run, as a CUDA graph does."""
+    outputs = []
+
+    def run():
+        outputs[:] = work()
+
+    return outputs, run
+
+
+@pytest.mark.parametrize("case", ["divergence", "two optimizers", "another optimizer"])
+def test_replayed_programs_take_the_same_steps(case, uncompiled, monkeypatch):
+    recorded = []
+    monkeypatch.setattr(programs.Replay, "device_type", "cpu")
+    monkeypatch.setattr(programs, "recorded", lambda work: recorded.append(work) or pretend_to_record(work))
+    options = SCHEDULES | OPTIONS[case]
+    replayed = learn(**options)
+    assert recorded
+    monkeypatch.setattr(programs.Replay, "device_type", "cuda")
+    assert_alike(replayed, learn(**options), tolerance=0)
+
+
+def test_numbers_of_an_earlier_model_do_not_become_inputs(uncompiled):
+    learn(entropy_coef=0.1)
+    model = learn(entropy_coef=0.2)
+    assert model.steps.engine._binding is not None  # minibatches share a check of the guards
+    assert_alike(model, learn(entropy_coef=0.2, fast_paths="none"))
 
 
 @needs_compiler

@@ -133,6 +133,19 @@ def test_state_dict_is_compatible_with_adam(kinds):
         assert all(torch.equal(x, y) for x, y in zip(network.parameters(), whole[0].parameters(), strict=True))
 
 
+def test_steps_are_counted_in_float32_whatever_the_default_dtype():
+    """The kernel for GPUs reads float32, as Adam's own count is."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        network = make_network()
+        optimizer = FlatAdam(network.parameters(), **OPTIONS)
+        learn(network, optimizer)
+    finally:
+        torch.set_default_dtype(before)
+    assert {state["step"].dtype for state in optimizer.state.values()} == {torch.float32}
+
+
 def test_deep_copies_are_independent():
     (network, optimizer), adams = pair()
     learn(network, optimizer)
