@@ -90,7 +90,8 @@ class EnvironmentServer:
         else:
             observation, reward, terminated, truncated, info = env.step(*arguments)
             if terminated or truncated:
-                final = {"final_info": info, "final_obs": observation}
+                # A copy, since the reset may write into the same dict.
+                final = {"final_info": dict(info), "final_obs": observation}
                 observation, info = env.reset()
                 info = final | info
             answer = reward, terminated, truncated, info

@@ -185,21 +185,28 @@ def batch_infos(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if isinstance(first, dict) and key != "final_obs":
                 batched[key] = batch_infos([info.get(key, {}) for info in infos])
             else:
-                batched[key] = _column(len(infos), values, object() if key == "final_obs" else first)
+                batched[key] = _column(len(infos), values, key != "final_obs" and isinstance(first, _NUMERIC))
         except (IndexError, TypeError, ValueError):  # values of different types or shapes
-            batched[key] = _column(len(infos), values, object())
+            batched[key] = _column(len(infos), values, False)
         batched[f"_{key}"] = np.array([key in info for info in infos])
     return batched
 
 
-def _column(length: int, values: dict[int, Any], like: object) -> np.ndarray[Any, Any]:
-    """Return an array `[length, ...]` with values of `info` at their indices, with type and shape of `like`."""
-    is_number = type(like) in (int, float, bool) or isinstance(like, np.number)
-    column = np.zeros(length, type(like)) if is_number else np.full(length, None, object)
-    if isinstance(like, np.ndarray):
-        column = np.zeros((length, *like.shape), like.dtype)
-    for index, value in values.items():
-        column[index] = value
+_NUMERIC = (int, float, np.number, np.bool_, np.ndarray)
+
+
+def _column(length: int, values: dict[int, Any], of_numbers: bool) -> np.ndarray[Any, Any]:
+    """Return an array `[length, ...]` with values of `info` at their indices, of numbers or of objects."""
+    numbers = np.array([*values.values()]) if of_numbers else None  # in a dtype for all of them
+    if numbers is None or numbers.dtype.kind not in "biuf":  # such as a number beside None
+        column = np.full(length, None, object)
+        for index, value in values.items():
+            column[index] = value
+        return column
+    if len(numbers) == length:
+        return numbers
+    column = np.zeros((length, *numbers.shape[1:]), numbers.dtype)
+    column[list(values)] = numbers
     return column
 
 
