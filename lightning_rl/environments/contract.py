@@ -147,7 +147,7 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
         ) from None
 
 
-_LARGEST = float(np.finfo(np.float32).max)
+_LARGEST = np.finfo(np.float32).max  # not a Python float, which float16 would round to infinity
 # A sum of squares below this has no term that float32 could not hold.
 _SAFE_SQUARES = 1e76
 

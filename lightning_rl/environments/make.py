@@ -78,7 +78,7 @@ def make_environments(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) ->
     if spec.backend in ("native", "torch", "envpool"):
         return _make_vectorized(spec, num_envs, seeds)
     gym_spec = _find_single(spec)
-    atari = _atari_options(spec, gym_spec)
+    atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
     if spec.filmed:
         prepare_rendering()
     env_wrappers, vector_wrappers = _split_wrappers(spec)
@@ -243,20 +243,11 @@ def make_single(
     A missing package or a rejected argument raises a `ConfigurationError`.
     """
     import_modules(spec.env.imports)  # again, since this may be a new process
-    atari = _atari_options(spec, gym_spec)
+    atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
     make = functools.partial(_make_wrapped, spec, gym_spec, env_wrappers, atari)
     if spec.env.on_failure == "restart":
         return RestartingEpisodes(make, index, spec.evaluation)
     return SeededEpisodes(make(), index, spec.evaluation)
-
-
-def _atari_options(spec: EnvironmentSpec, gym_spec: EnvSpec) -> AtariPreprocessing | None:
-    given = spec.env.kwargs
-    atari = spec.atari_options(is_atari(gym_spec, given.get("obs_type")))
-    if atari is not None:
-        for name, instead in (("frameskip", "frame_skip"), ("repeat_action_probability",) * 2):
-            check(name not in given, f"env.kwargs.{name}", given.get(name), f"env.atari.{instead} instead")
-    return atari
 
 
 def _make_wrapped(

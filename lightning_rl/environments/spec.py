@@ -257,6 +257,8 @@ class EnvironmentSpec:
             expected = f"its default, since {self.env_id} is no Atari game with frames"
             check(atari == AtariPreprocessing(), "env.atari", atari, expected)
             return None
+        for name, own in (("frameskip", "frame_skip"), ("frame_skip",) * 2, ("repeat_action_probability",) * 2):
+            check(name not in env.kwargs, f"env.kwargs.{name}", env.kwargs.get(name), f"env.atari.{own} instead")
         expected = "None for Atari games, which have env.atari.frame_stack"
         check(env.frame_stack is None, "env.frame_stack", env.frame_stack, expected)
         expected = "1 for Atari games, which have env.atari.frame_skip"

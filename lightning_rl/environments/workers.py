@@ -186,8 +186,8 @@ class WorkerPool(EnvironmentPool):
 
     def _allocate(self, space: gymnasium.Space[Any]) -> Tensor:
         """Return shared memory for the observations `[B, ...]` of a leaf, in bytes."""
-        size = np.zeros((self.num_envs, *(space.shape or ())), space.dtype).nbytes
-        return torch.zeros(size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call, no-any-return]
+        size = np.zeros(space.shape or (), space.dtype).nbytes
+        return torch.zeros(self.num_envs, size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call, no-any-return]
 
     def _share(self, index: int) -> None:
         with contextlib.suppress(OSError):  # the next message finds that the worker has ended
@@ -264,7 +264,7 @@ def as_arrays(memory: Nested, space: gymnasium.Space[Any]) -> Nested:
     """Return the arrays `[B, ...]` of a space in shared memory."""
 
     def view(leaf: gymnasium.Space[Any], bytes_: Tensor) -> Any:  # noqa: ANN401 - an array
-        return bytes_.numpy().view(np.zeros(0, leaf.dtype).dtype).reshape(-1, *(leaf.shape or ()))
+        return bytes_.numpy().view(np.zeros(0, leaf.dtype).dtype).reshape(len(bytes_), *(leaf.shape or ()))
 
     return map_leaves(view, map_space(lambda leaf: leaf, space), memory)
 
