@@ -92,6 +92,17 @@ def fit_leaf(path: str, space: spaces.Space[Any], x: Any) -> Any:  # noqa: ANN40
     )
 
 
+def fit(space: spaces.Space[Any], paths: Nested, leaf_spaces: Nested, observation: Any) -> Nested:  # noqa: ANN401
+    """Apply `fit_leaf` to all leaves of an observation; one of another structure than its space raises too."""
+    try:
+        return map_leaves(fit_leaf, paths, leaf_spaces, observation)
+    except (LookupError, TypeError, ValueError) as error:
+        raise Unexpected(
+            f"returned an observation of another structure than its space has ({summary(error)}): expected an "
+            f"element of {space}"
+        ) from None
+
+
 MAX_LOGGED_ACTIONS = 1_000_000
 """A longer episode cannot be replayed: its actions would fill the memory, and the replay would take minutes."""
 _STATELESS = (OrderEnforcing, PassiveEnvChecker, ReadMasks)
@@ -292,13 +303,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._ends: list[list[Any]] = []  # of lives: length of the log, terminated, truncated
 
     def _fit(self, observation: Any) -> Nested:  # noqa: ANN401
-        try:
-            observation = map_leaves(fit_leaf, self._paths, self._leaf_spaces, observation)
-        except (LookupError, TypeError, ValueError) as error:
-            raise Unexpected(
-                f"returned an observation of another structure than its space has ({summary(error)}): expected an "
-                f"element of {self.env.observation_space}"
-            ) from None
+        observation = fit(self.env.observation_space, self._paths, self._leaf_spaces, observation)
         if type(observation) is np.ndarray:
             self._dtype = observation.dtype  # floats of another width need no second check
         return observation

@@ -20,7 +20,7 @@ from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing, VectorGameScore
-from lightning_rl.environments.batch import EnvironmentBatch, LocalVectorEnv, NativeCartPole
+from lightning_rl.environments.batch import CheckedArrays, EnvironmentBatch, LocalVectorEnv, NativeCartPole
 from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, role_prefix, summary
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.environments.registry import (
@@ -104,7 +104,7 @@ def _make_vectorized(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> 
         if not spec.evaluation:
             return TensorEnvironments(spec.wrap_tensors(env), seeds[0])
         env = AsArrays(env)
-    env = spec.wrap_vector(spec.wrap_rewards(env), _clips(atari))
+    env = spec.wrap_vector(spec.wrap_rewards(CheckedArrays(env)), _clips(atari))
     return EnvironmentBatch(env, seeds, reset_seed, _repeat_reader(spec, atari), spec.evaluation)
 
 

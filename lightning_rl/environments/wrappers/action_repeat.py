@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -117,7 +118,8 @@ def _repeat(
     infos: list[dict[str, Any]] = []
     over = False
     while len(infos) < times and not over:
-        observation, reward, terminated, truncated, info = env.step(action)
+        # A copy, since the environment may write into its action.
+        observation, reward, terminated, truncated, info = env.step(copy.deepcopy(action))
         rewards.append(float(reward))
         infos.append(info)
         over = bool(terminated or truncated) or LIFE_LOST in info
