@@ -23,7 +23,6 @@ from lightning_rl.environments.contract import (
     IDLE,
     LOST,
     NUM_AGENTS,
-    OWN_STATE,
     Array,
     EnvironmentFailure,
     EnvSettings,
@@ -37,6 +36,8 @@ from lightning_rl.environments.contract import (
     role_prefix,
     summary,
     surely_finite,
+    to_arrays,
+    to_tensors,
 )
 from lightning_rl.environments.episodes import Unexpected, check_info, fit
 from lightning_rl.environments.wrappers.history import VectorHistory
@@ -221,7 +222,7 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
         for index, record in enumerate(self.call("recorded")):
             # The next step replaces a worker that was lost since the last one.
             lost = {"stream_seed": self.tracker.streams[index], "episode": int(self.tracker.episodes[index])}
-            records.append(lost if record is None else to_tensors(record))
+            records.append(lost if record is None else to_tensors(record, "environment"))
         return records
 
     def restore(self, states: list[dict[str, Any]]) -> tuple[Array, Nested]:
@@ -307,20 +308,6 @@ def set_vector_attributes(env: VectorEnv[Any, Any, Any], settings: EnvSettings) 
 def check_attributes(missing: Sequence[str], env: VectorEnv[Any, Any, Any]) -> None:
     """Raise a `ConfigurationError` if there are `missing` attributes."""
     check(not missing, "attributes", list(missing), f"attributes of the environments in {env}")
-
-
-def to_tensors(values: dict[str, Any]) -> dict[str, Any]:
-    """Copy arrays to tensors, nested ones too."""
-    return _converted(values, lambda x: torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x)
-
-
-def to_arrays(values: dict[str, Any]) -> dict[str, Any]:
-    """View tensors as arrays, nested ones too."""
-    return _converted(values, lambda x: x.numpy() if isinstance(x, torch.Tensor) else x)
-
-
-def _converted(values: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    return {key: x if key == OWN_STATE else map_leaves(convert, x) for key, x in values.items()}
 
 
 class Step(NamedTuple):
@@ -472,6 +459,8 @@ class EnvironmentBatch:
             if self._pool is None:
                 set_vector_attributes(self.env, settings)
                 return
+            for name, values in zip(("attributes", "reset_options"), settings, strict=True):
+                to_tensors(values, name)  # checkpoints contain the settings of unfinished episodes
             self._pool.settings = settings
             for missing in self._pool.call("set_env_settings", settings):
                 check_attributes(missing or [], self.env)
@@ -523,7 +512,7 @@ class EnvironmentBatch:
             if self._kind_of_state == "episodes":
                 environments: Any = self._base.recorded()
             else:
-                environments = to_tensors(self._base.state_dict())
+                environments = to_tensors(self._base.state_dict(), "environment.own")
         resets_next = torch.zeros(self.num_envs, dtype=torch.bool)
         if self._resets_next is not None:
             resets_next.numpy()[:] = self._resets_next

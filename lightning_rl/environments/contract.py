@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import signal
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from lightning_rl.validation import ConfigurationError, ExplainedError
+from lightning_rl.validation import ConfigurationError, ExplainedError, check
 
 Array = np.ndarray[Any, Any]
 TRAINING, EVALUATION, SAMPLING, MINIBATCHES, TESTING, ACTORS, FILMING = range(7)
@@ -26,8 +27,6 @@ MAX_RESTARTS_IN_A_ROW = 3
 FAILURE, LOST, EPISODE = "lightning_rl/failure", "lightning_rl/lost", "lightning_rl/episode"
 """Keys of the `info` of a replaced environment: a list with a message for each restart; whether the failed step has no
 outcome; the episode of the stream that has begun."""
-OWN_STATE = "own"
-"""Key of a record: the state that the environment itself returned, stored without conversion."""
 IDLE = "lightning_rl/idle"
 """Key of the `info` of a step: rows that ignored their action because they wait for other rows, `[B]`."""
 ABSENT = "lightning_rl/absent"
@@ -38,6 +37,38 @@ LIFE_LOST = "lightning_rl/life_lost"
 """Key of the `info` of a step: a game that is evaluated as one episode lost a life and continues."""
 EnvSettings: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 """Attributes of environments, and options of their `reset`, both by name."""
+
+
+_TENSOR = "lightning_rl/tensor"
+
+
+def to_tensors(value: Any, name: str) -> Any:  # noqa: ANN401
+    """Return a copy of nested plain values, arrays and tensors that a checkpoint can hold, for `to_arrays`.
+
+    Other values raise a `ConfigurationError` with their place in `value`, which is called `name`.
+    """
+    if isinstance(value, dict):
+        keys = [key.item() if isinstance(key, np.generic) else key for key in value]
+        return {key: to_tensors(x, f"{name}.{key}") for key, x in zip(keys, value.values(), strict=True)}
+    if type(value) in (list, tuple, set):
+        return type(value)(to_tensors(x, name) for x in value)
+    if isinstance(value, np.ndarray | np.generic):
+        with contextlib.suppress(TypeError):  # text and objects have no tensor
+            return torch.from_numpy(np.array(value))
+    if isinstance(value, torch.Tensor):
+        return {_TENSOR: value.detach().clone()}
+    expected = "numbers, strings, arrays, tensors, or lists, tuples, sets or dicts of them, which checkpoints can hold"
+    check(value is None or type(value) in (bool, int, float, complex, str, bytes), name, value, expected)
+    return value
+
+
+def to_arrays(value: Any) -> Any:  # noqa: ANN401
+    """Return the value that `to_tensors` converted; arrays share the memory of their tensors."""
+    if isinstance(value, dict):
+        return value[_TENSOR] if _TENSOR in value else {key: to_arrays(x) for key, x in value.items()}
+    if isinstance(value, list | tuple | set):
+        return type(value)(map(to_arrays, value))
+    return value.numpy()[()] if isinstance(value, torch.Tensor) else value  # a number, not an array without dimensions
 
 
 def derive_seed(*path: int) -> int:

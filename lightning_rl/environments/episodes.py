@@ -20,7 +20,6 @@ from lightning_rl.environments.contract import (
     FAILURE,
     LOST,
     MAX_RESTARTS_IN_A_ROW,
-    OWN_STATE,
     EnvironmentFailure,
     EnvSettings,
     complaint,
@@ -127,7 +126,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     Up to `MAX_LOGGED_ACTIONS` actions since the last true reset are logged. `restore` replays them and compares
     observation, rewards and ends, since a wrapper may keep state from earlier episodes. An environment with
     `state_dict()` and `load_state_dict(state)` is restored through these instead, if its only wrappers are time limits
-    and masks; its state must consist of tensors and plain Python values.
+    and masks; its state must consist of tensors, NumPy values and plain Python values.
 
     `index` and `evaluation` only identify the environment in messages.
 
@@ -237,7 +236,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             "settings": self._begun_with,
             "reward_sum": self._reward_sum,
             "ends": [list(end) for end in self._ends],
-            OWN_STATE: own.state_dict() if self._has_own_state else None,
+            "own": own.state_dict() if self._has_own_state else None,
         }
 
     def restore(self, record: dict[str, Any]) -> tuple[bool, Any]:
@@ -257,10 +256,10 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _restore_episode(self, record: dict[str, Any]) -> bool:
         """Restore the state of an episode with its own settings, and return whether it equals the recorded one."""
-        if record.get(OWN_STATE) is not None and self._has_own_state:
+        if record.get("own") is not None and self._has_own_state:
             own: Any = self.env.unwrapped
             self._reset_env(self.first_options)
-            own.load_state_dict(record[OWN_STATE])
+            own.load_state_dict(record["own"])
             for limit in _wrappers(self.env):
                 if isinstance(limit, TimeLimit):
                     limit._elapsed_steps = record["step_count"]  # private; Gymnasium 1.4 can only set it to 0

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from torch import Tensor
 
 from lightning_rl.environments.batch import EnvironmentBatch, Step, check_values
-from lightning_rl.environments.contract import EnvironmentFailure, autoreset_mode
+from lightning_rl.environments.contract import EnvironmentFailure, autoreset_mode, to_arrays, to_tensors
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
 from lightning_rl.validation import check
 
@@ -118,7 +118,7 @@ class TensorEnvironments(EnvironmentBatch):
         resets_next = None if self._resets_next is None else self._resets_next.cpu()
         observations = map_leaves(lambda x: x.to("cpu", copy=True), self.observations)
         kept = {"observations": observations, "resets_next": resets_next}
-        return {"kind": "tensors", "environments": own.state_dict(), **kept}
+        return {"kind": "tensors", "environments": to_tensors(own.state_dict(), "environment.own"), **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[np.ndarray[Any, Any], Nested] | None:
         """Restore all environments; returns None if this is impossible, see `EnvironmentBatch.load_state_dict`."""
@@ -128,7 +128,7 @@ class TensorEnvironments(EnvironmentBatch):
         if len(first_leaf(state["observations"])) != self.num_envs:
             return None
         device = first_leaf(self.reset()).device
-        own.load_state_dict(state["environments"])
+        own.load_state_dict(to_arrays(state["environments"]))
         self.observations = map_leaves(lambda x: x.to(device), state["observations"])
         self._resets_next = None if state["resets_next"] is None else state["resets_next"].to(device)
         return np.ones(self.num_envs, bool), self.observations
