@@ -21,7 +21,7 @@ from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing, VectorGameScore
 from lightning_rl.environments.batch import CheckedArrays, EnvironmentBatch, LocalVectorEnv, NativeCartPole
-from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, role_prefix, summary
+from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, role_prefix, summary
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.environments.registry import (
     check_envpool,
@@ -36,6 +36,7 @@ from lightning_rl.environments.rendering import Camera, check_renders, prepare_r
 from lightning_rl.environments.spec import WRAPPERS, EnvironmentSpec
 from lightning_rl.environments.tensor_batch import AsArrays, TensorEnvironments
 from lightning_rl.environments.workers import WorkerPool
+from lightning_rl.environments.wrappers.action_mask import ReadMasks
 from lightning_rl.environments.wrappers.action_repeat import (
     ActionRepeat,
     LearnedActionRepeat,
@@ -92,7 +93,7 @@ def make_environments(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) ->
             env = WorkerPool(factories, timeout, spec.env.on_failure == "restart")
         except WorkerFailure as error:
             raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
-    env = _wrap_vector(spec.wrap_vector(env, _clips(atari)), vector_wrappers)
+    env = _wrap_vector(spec.wrap_vector(spec.wrap_rewards(env), _clips(atari)), vector_wrappers)
     return EnvironmentBatch(env, seeds, seeds, _repeat_reader(spec, atari), spec.evaluation)
 
 
@@ -263,12 +264,13 @@ def _make_wrapped(
     if spec.env.action_repeat > 1:
         env = ActionRepeat(env, spec.env.action_repeat, counts_all)
     for wrapper in env_wrappers:
-        env = _wrapped(env, wrapper)
+        env = instantiate("env.wrappers", wrapper, WRAPPERS, env)
     frames = _frames_per_step(spec, atari)
     if (repeat := learned_repeat(spec.env.learned_action_repeat)) is not None:
         clips = _clips(atari)
         env = LearnedActionRepeat(env, repeat.max, repeat.gamma, frames, spec.evaluation, clips, counts_all)
-    env = spec.wrap(env)
+    if spec.env.action_mask is not None:
+        env = ReadMasks(env, spec.env.action_mask)
     return Camera(env, steps_per_second(env, atari is not None, frames)) if spec.filmed else env
 
 
@@ -317,18 +319,5 @@ def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple
 
 def _wrap_vector(env: VectorEnv[Any, Any, Any], wrappers: tuple[ClassSpec, ...]) -> VectorEnv[Any, Any, Any]:
     for wrapper in wrappers:
-        env = _wrapped(env, wrapper)
+        env = instantiate("env.wrappers", wrapper, WRAPPERS, env)
     return env
-
-
-def _wrapped(env: Any, wrapper: ClassSpec) -> Any:  # noqa: ANN401 - a single or a vector environment
-    """Apply a wrapper; `SystemExit` in its constructor is an error too."""
-    try:
-        return instantiate("env.wrappers", wrapper, WRAPPERS, env)
-    except (SystemExit, KeyboardInterrupt) as error:
-        if not is_failure(error):
-            raise
-        raise ConfigurationError(
-            f"env.wrappers: {wrapper['class_path']} raised {summary(error)} with "
-            f"init_args={wrapper['init_args']!r}; expected a wrapper that can be made"
-        ) from error

@@ -182,9 +182,8 @@ def test_system_exit_while_an_environment_is_made_is_an_error(tmp_path, monkeypa
     (tmp_path / "a_script.py").write_text("import sys; sys.exit(0)")
     monkeypatch.syspath_prepend(str(tmp_path))
     wrapper = {"class_path": f"{__name__}.EndsProgram", "init_args": {}}
-    with pytest.raises(
-        ConfigurationError, match=r"^env.wrappers: .*EndsProgram raised SystemExit: 0 with init_args={}"
-    ):
+    message = r"^env.wrappers: .*EndsProgram refused the arguments {}: SystemExit: 0$"
+    with pytest.raises(ConfigurationError, match=message):
         make_batch("Probe/Counter-v0", env={"wrappers": [wrapper]})
     message = r"^env.imports: module 'a_script' cannot be imported \(SystemExit: 0\)"
     with pytest.raises(ConfigurationError, match=message):
