@@ -27,6 +27,7 @@ from lightning_rl.environments.contract import (
     EnvironmentFailure,
     EnvSettings,
     EpisodeTracker,
+    Unexpected,
     WorkerFailure,
     autoreset_mode,
     batch_infos,
@@ -39,7 +40,7 @@ from lightning_rl.environments.contract import (
     to_arrays,
     to_tensors,
 )
-from lightning_rl.environments.episodes import Unexpected, check_info, fit
+from lightning_rl.environments.episodes import check_info, fit
 from lightning_rl.environments.wrappers.history import VectorHistory
 from lightning_rl.nested import Nested, map_leaves, map_paths, map_space, nested_paths
 from lightning_rl.validation import ConfigurationError, check
@@ -525,8 +526,8 @@ class EnvironmentBatch:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested] | None:
-        """Return the result of `EnvironmentPool.restore`; None if another backend wrote the state."""
-        if state["kind"] != self._kind_of_state:
+        """Return the result of `EnvironmentPool.restore`; None for a state of another backend or of other wrappers."""
+        if state["kind"] != self._kind_of_state or len(state["wrappers"]) != len(self._histories):
             return None
         if state["kind"] == "episodes":
             state = for_seeds(state, self._tracker.streams)

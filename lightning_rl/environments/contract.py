@@ -202,6 +202,19 @@ def complaint(name: str, x: np.ndarray[Any, Any]) -> str | None:
     return f"returned {name}{entry} {x[bad]}: expected a finite number that float32 can hold"
 
 
+class Unexpected(Exception):
+    """An environment returned a value that its interface or its space does not allow; the message names the value."""
+
+
+def to_number(reward: Any) -> float:  # noqa: ANN401 - any value of an environment
+    """Return a reward as a Python number; raise `Unexpected` unless it is a single number."""
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(reward, str | bytes) and np.ndim(reward) == 0:
+            return float(reward)
+    several = "; rewards of several objectives need a wrapper like mo_gymnasium.wrappers.LinearReward"
+    raise Unexpected(f"returned reward {reward!r}: expected a number{several if np.ndim(reward) else ''}")
+
+
 def batch_infos(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Combine the `info` dicts of `B` environments like Gymnasium's vector environments.
 

@@ -22,29 +22,18 @@ from lightning_rl.environments.contract import (
     MAX_RESTARTS_IN_A_ROW,
     EnvironmentFailure,
     EnvSettings,
+    Unexpected,
     complaint,
     derive_seed,
     describe,
     give_up,
     is_failure,
     summary,
+    to_number,
 )
 from lightning_rl.environments.wrappers.action_mask import ReadMasks
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked, nested_paths
 from lightning_rl.validation import check
-
-
-class Unexpected(Exception):
-    """An environment returned a value that its interface or its space does not allow; the message names the value."""
-
-
-def to_number(reward: Any) -> float:  # noqa: ANN401 - any value of an environment
-    """Return a reward as a Python number; raise `Unexpected` unless it is a single number."""
-    with contextlib.suppress(TypeError, ValueError):
-        if not isinstance(reward, str | bytes) and np.ndim(reward) == 0:
-            return float(reward)
-    several = "; rewards of several objectives need a wrapper like mo_gymnasium.wrappers.LinearReward"
-    raise Unexpected(f"returned reward {reward!r}: expected a number{several if np.ndim(reward) else ''}")
 
 
 def to_flag(name: str, flag: Any) -> bool:  # noqa: ANN401

@@ -8,6 +8,7 @@ import functools
 import multiprocessing
 import os
 import pickle
+import reprlib
 import signal
 import threading
 import time
@@ -292,7 +293,11 @@ def _work(index: int, make: Factory, pipe: Any) -> None:  # noqa: ANN401 - a con
                 answer = CloudpickleWrapper(described)  # spaces may have lambdas
             else:
                 answer = server.answer(name, *arguments)
-            send(pipe, answer)
+            try:
+                send(pipe, answer)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                problem = f"cannot send {reprlib.repr(answer)} to another process ({error})"
+                raise TypeError(f"{problem}: expected an info of values that can be pickled") from error
     except BaseException as error:
         with contextlib.suppress(OSError):
             send(pipe, Failure.of(error))

@@ -253,6 +253,17 @@ def test_log_has_copies_of_actions_that_the_environment_overwrites():
     assert exact and observation.tolist() == [1.5, 1.5]
 
 
+@pytest.mark.parametrize(("backend", "env_id"), [("sync", "Probe/Counter-v0"), ("native", "CartPole-v1")])
+def test_environments_with_other_options_of_observations_are_not_restored(backend, env_id):
+    plain, flat = (
+        make_batch(env_id, backend=backend, env={"flatten_observations": flatten}) for flatten in (False, True)
+    )
+    for one, other in ((plain, flat), (flat, plain)):
+        one.reset()
+        one.step(np.zeros(1, np.int64))
+        assert other.load_state_dict(one.state_dict()) is None
+
+
 @pytest.mark.parametrize("backend", ["sync", "async"])
 def test_each_environment_receives_only_its_own_record(backend, monkeypatch):
     environments, again = (make_batch("Probe/Random-v0", 3, backend=backend) for _ in range(2))

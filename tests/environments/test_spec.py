@@ -284,6 +284,19 @@ def test_flat_observations_are_one_vector(backend):
     batch.close()
 
 
+@pytest.mark.parametrize(
+    ("space", "what"),
+    [
+        (spaces.Dict(word=spaces.Text(5)), "observation_space.word: Text is not supported"),
+        (spaces.OneOf([spaces.Discrete(2), spaces.Discrete(3)]), "observation_space: OneOf is not supported"),
+        (spaces.Dict(part=spaces.Dict()), r"observation_space.part: Dict\(\) is empty"),
+    ],
+)
+def test_space_that_cannot_be_flattened_is_named(space, what):
+    with pytest.raises(ConfigurationError, match=f"^{what}"):
+        make_batch("Probe/Space-v0", env={"flatten_observations": True}, observation_space=space)
+
+
 def test_frames_are_stacked_before_they_are_flattened():
     batch = make_batch("CartPole-v1", env={"frame_stack": 3, "flatten_observations": True})
     assert batch.single_observation_space.shape == (12,)

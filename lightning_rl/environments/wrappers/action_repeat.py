@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from lightning_rl.environments.contract import LIFE_LOST, Array
+from lightning_rl.environments.contract import LIFE_LOST, Array, to_number
 from lightning_rl.environments.wrappers.transforms import RewardTransform
 from lightning_rl.validation import check, check_number, check_positive_int, is_int, is_one_of
 
@@ -120,7 +120,7 @@ def _repeat(
     while len(infos) < times and not over:
         # A copy, since the environment may write into its action.
         observation, reward, terminated, truncated, info = env.step(copy.deepcopy(action))
-        rewards.append(float(reward))
+        rewards.append(to_number(reward))
         infos.append(info)
         over = bool(terminated or truncated) or LIFE_LOST in info
     return (observation, rewards, terminated, truncated), infos
