@@ -64,8 +64,7 @@ class Curriculum(Callback):
             name = f"stages[{number}]"
             names, expected = sorted(stage.attributes), sorted(self.stages[0].attributes)
             check(names == expected, f"{name}.attributes", names, f"{expected}, as in the first stage")
-            for field_ in ("attributes", "reset_options"):
-                to_tensors(getattr(stage, field_), f"{name}.{field_}")  # in checkpoints of unfinished episodes
+            to_tensors({"attributes": stage.attributes, "reset_options": stage.reset_options}, name)  # for checkpoints
             ends = stage.until_return is not None or stage.until_env_steps is not None
             is_last = number == len(self.stages) - 1
             check(ends != is_last, name, stage, "until_return or until_env_steps, but in the last stage neither")

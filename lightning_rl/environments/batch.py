@@ -460,8 +460,7 @@ class EnvironmentBatch:
             if self._pool is None:
                 set_vector_attributes(self.env, settings)
                 return
-            for name, values in zip(("attributes", "reset_options"), settings, strict=True):
-                to_tensors(values, name)  # checkpoints contain the settings of unfinished episodes
+            to_tensors(settings, "env_settings")  # raises for values that checkpoints cannot hold
             self._pool.settings = settings
             for missing in self._pool.call("set_env_settings", settings):
                 check_attributes(missing or [], self.env)

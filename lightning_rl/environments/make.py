@@ -93,14 +93,14 @@ def make_environments(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) ->
             env = WorkerPool(factories, timeout, spec.env.on_failure == "restart")
         except WorkerFailure as error:
             raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
-    env = _wrap_vector(spec.wrap_vector(spec.wrap_rewards(env), _clips(atari)), vector_wrappers)
+    env = _wrapped(spec.wrap_vector(spec.wrap_rewards(env), _clips(atari)), vector_wrappers)
     return EnvironmentBatch(env, seeds, seeds, _repeat_reader(spec, atari), spec.evaluation)
 
 
 def _make_vectorized(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> EnvironmentBatch:
     make = make_envpool if spec.backend == "envpool" else make_native
     env, atari, reset_seed = make(spec, num_envs, seeds)
-    env = _wrap_vector(env, _split_wrappers(spec)[1])
+    env = _wrapped(env, _split_wrappers(spec)[1])
     if spec.backend == "torch":
         if not spec.evaluation:
             return TensorEnvironments(spec.wrap_tensors(env), seeds[0])
@@ -263,8 +263,7 @@ def _make_wrapped(
     counts_all = spec.env.frame_count == "nominal"
     if spec.env.action_repeat > 1:
         env = ActionRepeat(env, spec.env.action_repeat, counts_all)
-    for wrapper in env_wrappers:
-        env = instantiate("env.wrappers", wrapper, WRAPPERS, env)
+    env = _wrapped(env, env_wrappers)
     frames = _frames_per_step(spec, atari)
     if (repeat := learned_repeat(spec.env.learned_action_repeat)) is not None:
         clips = _clips(atari)
@@ -317,7 +316,7 @@ def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple
     return tuple(single), tuple(vector)
 
 
-def _wrap_vector(env: VectorEnv[Any, Any, Any], wrappers: tuple[ClassSpec, ...]) -> VectorEnv[Any, Any, Any]:
+def _wrapped(env: Any, wrappers: tuple[ClassSpec, ...]) -> Any:  # noqa: ANN401 - a single or a vector environment
     for wrapper in wrappers:
         env = instantiate("env.wrappers", wrapper, WRAPPERS, env)
     return env

@@ -325,5 +325,5 @@ def test_values_of_stages_that_a_checkpoint_cannot_hold_are_refused():
 def test_settings_that_a_checkpoint_cannot_hold_are_refused_when_they_are_set():
     data = make_data(ENV_ID)
     data.set_env_settings({"length": slice(3)})
-    with pytest.raises(ConfigurationError, match=r"^attributes\.length=slice"):
+    with pytest.raises(ConfigurationError, match=r"^env_settings\.length=slice"):
         make_trainer().fit(make_model(data), data)
