@@ -9,13 +9,13 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -339,7 +339,7 @@ def check_arguments(field: str, spec: ClassSpec, base: type[Any], *given: str) -
         raise _refused(field, spec, error) from error
 
 
-def _refused(field: str, spec: ClassSpec, error: Exception) -> ConfigurationError:
+def _refused(field: str, spec: ClassSpec, error: BaseException) -> ConfigurationError:
     kind = "" if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: "
     return ConfigurationError(
         f"{field}: {spec['class_path']} refused the arguments {spec['init_args']!r}: {kind}{error}"
@@ -355,9 +355,19 @@ def instantiate(
     """
     cls = import_class(field, spec["class_path"], base)
     try:
-        return cls(*args, **kwargs, **spec["init_args"])
-    except Exception as error:
+        return cls(*args, **kwargs, **_with_tuples(cls, spec["init_args"]))
+    except (Exception, SystemExit) as error:
         raise _refused(field, spec, error) from error
+
+
+def _with_tuples(cls: type[Any], init_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with tuples in place of lists, as YAML has them, where a constructor takes tuples."""
+    hints: dict[str, Any] = {}
+    with suppress(NameError, TypeError):  # of annotations that only type checkers can read
+        hints = get_type_hints(cls.__init__)
+    kinds = {name: {get_origin(kind) or kind for kind in (hint, *get_args(hint))} for name, hint in hints.items()}
+    takes_tuple = {name for name, found in kinds.items() if tuple in found and list not in found}
+    return {name: tuple(x) if isinstance(x, list) and name in takes_tuple else x for name, x in init_args.items()}
 
 
 def how_to_install(extra: str) -> str:

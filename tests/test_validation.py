@@ -93,6 +93,21 @@ def test_path_of_no_class_is_refused():
         import_class("field", "os.path.join", object)
 
 
+class TakesTuples:
+    """Records the types of its arguments."""
+
+    def __init__(
+        self, pair: tuple[int, int], size: "int | tuple[int, ...]", rows: list[tuple[int, int]], other=None
+    ) -> None:
+        self.types = [type(x) for x in (pair, size, rows, other)]
+
+
+def test_lists_become_tuples_where_a_class_takes_only_tuples():
+    spec = {"class_path": f"{__name__}.TakesTuples", "init_args": {"pair": [1, 2], "size": [3], "rows": [[4, 5]]}}
+    made = instantiate("field", {**spec, "init_args": {**spec["init_args"], "other": [6]}}, object)
+    assert made.types == [tuple, tuple, list, list]
+
+
 def test_arguments_that_a_class_refuses_are_named():
     spec = {"class_path": "torch.nn.Linear", "init_args": {"width": 3}}
     with pytest.raises(ConfigurationError, match=r"^field: torch.nn.Linear refused the arguments \{'width': 3\}: "):

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 
 from lightning_rl.callbacks.video import data_of
 from lightning_rl.distributed import gather_ranks
+from lightning_rl.environments.contract import to_tensors
 from lightning_rl.options import OrDict, changed
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.clock import env_steps_of
@@ -63,6 +64,7 @@ class Curriculum(Callback):
             name = f"stages[{number}]"
             names, expected = sorted(stage.attributes), sorted(self.stages[0].attributes)
             check(names == expected, f"{name}.attributes", names, f"{expected}, as in the first stage")
+            to_tensors({"attributes": stage.attributes, "reset_options": stage.reset_options}, name)  # for checkpoints
             ends = stage.until_return is not None or stage.until_env_steps is not None
             is_last = number == len(self.stages) - 1
             check(ends != is_last, name, stage, "until_return or until_env_steps, but in the last stage neither")

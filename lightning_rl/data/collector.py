@@ -137,7 +137,10 @@ class Collector:
         recurrent = as_recurrent(policy)
         if isinstance(self.environments, TensorEnvironments) and getattr(policy, "fast_paths", None) == "compiled":
             self.environments.compile()
+        is_first = not self._started
         self.start(fast.actor(policy) or (policy if recurrent is None else recurrent).act, profile)
+        if is_first:
+            self.environments.state_dict()  # a state that cannot be stored raises now, not at the first checkpoint
         if getattr(policy, "chooses_rows_alone", False):
             self._acts_ahead = self.environments.can_step_ahead
         if recurrent is not None:
@@ -498,10 +501,9 @@ class Sampler:
 
     def set_env_settings(self, settings: EnvSettings) -> None:
         """Change the environments, also those that are made later; see `RolloutDataModule.set_env_settings`."""
-        if settings != self.settings:
-            self.settings = settings
-            if self._collector is not None:
-                self._collector.environments.set_env_settings(settings)
+        self.settings = settings
+        if self._collector is not None:
+            self._collector.environments.set_env_settings(settings)
 
     def store_state(self, is_finished: bool) -> None:
         """Keep the state for a checkpoint that is saved after `close`, if the learner has finished the last rollout."""

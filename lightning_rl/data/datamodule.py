@@ -16,7 +16,7 @@ from typing import IO, Any, Generic, Self, TypeVar, cast
 
 import torch
 from gymnasium import spaces
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -377,11 +377,11 @@ class RolloutDataModule(LightningDataModule):
         self._collected_version = version
         if not self._sampler.started:
             self._sampler.start(seed, self._rank, device, dtype)
-        assert self.trainer is not None
-        profiler: Profiler = self.trainer.profiler  # type: ignore[attr-defined]
+        trainer = self._attached
+        profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
         # The default profiler measures nothing, but costs a microsecond per call.
         profile = None if isinstance(profiler, PassThroughProfiler) else profiler.profile
-        with profiler.profile("rollout"), self.trainer.precision_plugin.forward_context():
+        with profiler.profile("rollout"), trainer.precision_plugin.forward_context():
             return self._sampler.collect(policy, version, profile)
 
     def _start_actors(self, policy: Policy, version: int, seed: int) -> Actors:
@@ -496,6 +496,15 @@ class RolloutDataModule(LightningDataModule):
             raise
 
     @property
+    def _attached(self) -> Trainer:
+        if self.trainer is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} has no Trainer, which provides the policy: pass the data module, as in "
+                "trainer.fit(model, datamodule=data)"
+            )
+        return self.trainer
+
+    @property
     def _rank_prefix(self) -> str:
         return f"rank {self._rank}: " if self.trainer is not None and self.trainer.world_size > 1 else ""
 
@@ -511,8 +520,7 @@ class RolloutDataModule(LightningDataModule):
 
     def _policy(self) -> tuple[Policy, int, torch.dtype, torch.device]:
         """Return policy, version, dtype and device of the module: the only access of the data to the model."""
-        assert self.trainer is not None
-        module: Any = self.trainer.lightning_module
+        module: Any = self._attached.lightning_module
         policy: Any = module.acting_policy() if hasattr(module, "acting_policy") else module.policy
         parameter = next(policy.parameters())
         return policy, int(getattr(module, "policy_version", 0)), parameter.dtype, parameter.device
@@ -524,9 +532,8 @@ class RolloutDataModule(LightningDataModule):
 
         `role` selects the seeds, `EVALUATION` or `TESTING`; `record` keeps observations, actions and rewards.
         """
-        assert self.trainer is not None
         evaluator = self._filming if record and self._filming is not None else self._evaluator
-        ranks = self.trainer.world_size
+        ranks = self._attached.world_size
         shares = [len(range(rank, self.evaluation.episodes, ranks)) for rank in range(ranks)]
         first = sum(shares[: self._rank])
         return self._run_episodes(evaluator, shares[self._rank], role, record, first)
@@ -534,12 +541,11 @@ class RolloutDataModule(LightningDataModule):
     def _run_episodes(
         self, evaluator: Evaluator, num_episodes: int, role: int, record: bool = False, first_number: int = 0
     ) -> list[Episode]:
-        assert self.trainer is not None
         policy, _, dtype, device = self._policy()
         path = (self.seed if self.seed is not None else torch.initial_seed() % 2**63, role, self._rank)
         options: dict[str, Any] = {"record": record, "first_number": first_number}
         options |= {"deterministic": self.evaluation.deterministic, "num_agents": self.num_agents}
-        with self._rank_named(), self.trainer.precision_plugin.forward_context():
+        with self._rank_named(), self._attached.precision_plugin.forward_context():
             episodes = evaluator.run_episodes(policy, num_episodes, path, device, dtype, **options)
         if evaluator.environments is not None:
             self._warn_of_failures(evaluator.environments.pop_failures())

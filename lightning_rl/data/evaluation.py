@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.data.collector import Collector
 from lightning_rl.environments import (
@@ -26,6 +27,7 @@ from lightning_rl.rollouts.rollout import Episode
 from lightning_rl.validation import PositiveInt
 
 _MAX_ENVIRONMENTS = 8
+_STEPS_BEFORE_HINT = 100_000
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def run_episodes(
     if (recurrent := as_recurrent(policy)) is not None:
         collector.memory.state = recurrent.initial_memory(len(slots), critic=False)
     act = partial(policy.act, deterministic=deterministic)
+    steps = 0  # since an episode ended
     while any(slot.remaining for slot in slots):
         collector.start(act)
         with torch.no_grad():
@@ -97,6 +100,12 @@ def run_episodes(
                 acted = map_leaves(lambda x, index=index: np.copy(x[index]), collector.actions)
                 slot.steps.append((observed, acted, float(step.rewards[index])))
         finals = dict(step.final_observations)
+        steps = 0 if finals else steps + 1
+        if steps == _STEPS_BEFORE_HINT:
+            rank_zero_warn(
+                f"no evaluation episode has ended in {steps:,} steps: if episodes may never end, "
+                "env.max_episode_steps truncates them"
+            )
         for _, index, episode_return, length in collector.finished_episodes():
             if slots[index].remaining:
                 final = map_leaves(lambda like, x: np.asarray(x, like.dtype), collector.observations, finals[index])

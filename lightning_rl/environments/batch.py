@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import setitem
 from typing import Any, NamedTuple, NoReturn
 
 import gymnasium
 import numpy as np
 import torch
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space, create_empty_array, iterate
 from gymnasium.wrappers.vector import TransformReward
@@ -21,11 +23,11 @@ from lightning_rl.environments.contract import (
     IDLE,
     LOST,
     NUM_AGENTS,
-    OWN_STATE,
     Array,
     EnvironmentFailure,
     EnvSettings,
     EpisodeTracker,
+    Unexpected,
     WorkerFailure,
     autoreset_mode,
     batch_infos,
@@ -35,9 +37,12 @@ from lightning_rl.environments.contract import (
     role_prefix,
     summary,
     surely_finite,
+    to_arrays,
+    to_tensors,
 )
+from lightning_rl.environments.episodes import check_info, fit
 from lightning_rl.environments.wrappers.history import VectorHistory
-from lightning_rl.nested import Nested, map_leaves, nested_paths, space_leaves
+from lightning_rl.nested import Nested, map_leaves, map_paths, map_space, nested_paths
 from lightning_rl.validation import ConfigurationError, check
 
 Factory = Callable[[], gymnasium.Env[Any, Any]]
@@ -68,6 +73,46 @@ class NativeCartPole(VectorWrapper):
         return np.ones(self.num_envs, bool), state["state"].T.astype(np.float32)
 
 
+# No type arguments: VectorWrapper takes none before Gymnasium 1.4.
+class CheckedArrays(VectorWrapper):
+    """Checks shapes and types of the first values of a vectorized environment, and returns boolean flags.
+
+    The environment gets copies of the actions, since it may write into them.
+    """
+
+    def __init__(self, env: Any) -> None:  # noqa: ANN401
+        super().__init__(env)
+        self._is_same_step = autoreset_mode(env) is AutoresetMode.SAME_STEP
+        self._is_checked = False
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
+        observations, infos = self.env.reset(seed=seed, options=options)
+        if not self._is_checked:
+            check_values(self.env, observations, infos)
+        return observations, infos
+
+    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
+        observations, rewards, terminated, truncated, infos = self.env.step(map_leaves(np.copy, actions))
+        if not self._is_checked:
+            check_values(self.env, observations, infos, rewards=rewards, terminated=terminated, truncated=truncated)
+            self._is_checked = True
+        terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
+        if self._is_same_step and "final_obs" not in infos and (terminated | truncated).any():
+            raise Unexpected("returned no info['final_obs'] at the end of an episode: expected it in SAME_STEP mode")
+        return observations, np.asarray(rewards), terminated, truncated, infos
+
+
+def check_values(env: Any, observations: Nested, infos: Any, **rows: Any) -> None:  # noqa: ANN401
+    """Raise `Unexpected` unless values of a vectorized environment are in arrays `[B, ...]` that fit its space."""
+    check_info(infos)
+    space = batch_space(env.single_observation_space, env.num_envs)
+    fit(space, nested_paths(space), map_space(lambda leaf: leaf, space), observations)
+    for name, x in rows.items():
+        if (array := np.asarray(x)).shape != (env.num_envs,) or array.dtype.kind not in "biuf":
+            what = f"{name} of shape {array.shape} and dtype {array.dtype}"
+            raise Unexpected(f"returned {what}: expected one number for each of the {env.num_envs} environments")
+
+
 class EnvironmentServer:
     """Answers the messages of an `EnvironmentPool` to one of its environments, in the environment's process.
 
@@ -90,7 +135,8 @@ class EnvironmentServer:
         else:
             observation, reward, terminated, truncated, info = env.step(*arguments)
             if terminated or truncated:
-                final = {"final_info": info, "final_obs": observation}
+                # A copy, since the reset may write into the same dict.
+                final = {"final_info": dict(info), "final_obs": observation}
                 observation, info = env.reset()
                 info = final | info
             answer = reward, terminated, truncated, info
@@ -140,7 +186,8 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
         raise NotImplementedError
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
-        taken = enumerate(iterate(self.action_space, actions))
+        # Copies, since an environment may write into its action.
+        taken = enumerate(iterate(self.action_space, map_leaves(np.copy, actions)))
         outcomes = self.ask({index: ("step", action) for index, action in taken})
         return self.observations, *together(outcomes)
 
@@ -176,7 +223,7 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
         for index, record in enumerate(self.call("recorded")):
             # The next step replaces a worker that was lost since the last one.
             lost = {"stream_seed": self.tracker.streams[index], "episode": int(self.tracker.episodes[index])}
-            records.append(lost if record is None else to_tensors(record))
+            records.append(lost if record is None else to_tensors(record, "environment"))
         return records
 
     def restore(self, states: list[dict[str, Any]]) -> tuple[Array, Nested]:
@@ -230,7 +277,7 @@ def stateful_parts(env: Any) -> tuple[list[VectorHistory], Any]:  # noqa: ANN401
         if isinstance(env, VectorHistory):
             histories.insert(0, env)
         else:
-            is_known = is_known and isinstance(env, TransformReward)
+            is_known = is_known and isinstance(env, TransformReward | CheckedArrays)
         env = env.env
     return histories, env if is_known else None
 
@@ -262,20 +309,6 @@ def set_vector_attributes(env: VectorEnv[Any, Any, Any], settings: EnvSettings) 
 def check_attributes(missing: Sequence[str], env: VectorEnv[Any, Any, Any]) -> None:
     """Raise a `ConfigurationError` if there are `missing` attributes."""
     check(not missing, "attributes", list(missing), f"attributes of the environments in {env}")
-
-
-def to_tensors(values: dict[str, Any]) -> dict[str, Any]:
-    """Copy arrays to tensors, nested ones too."""
-    return _converted(values, lambda x: torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x)
-
-
-def to_arrays(values: dict[str, Any]) -> dict[str, Any]:
-    """View tensors as arrays, nested ones too."""
-    return _converted(values, lambda x: x.numpy() if isinstance(x, torch.Tensor) else x)
-
-
-def _converted(values: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    return {key: x if key == OWN_STATE else map_leaves(convert, x) for key, x in values.items()}
 
 
 class Step(NamedTuple):
@@ -344,15 +377,8 @@ class EnvironmentBatch:
         self._role = role_prefix(evaluation)
         self._reset_seed = reset_seed
         self.mode = autoreset_mode(env)
-        leaf_spaces = space_leaves(self.single_observation_space)
-
-        def float_name(path: str) -> str | None:
-            dtype = leaf_spaces[path].dtype
-            is_float = dtype is not None and np.issubdtype(dtype, np.floating)
-            return f"observation {path}".rstrip() if is_float else None
-
-        # Names in errors; None for leaves that are always finite.
-        self._float_names = map_leaves(float_name, nested_paths(self.single_observation_space))
+        # Functions of the rows of each leaf; None for integers of a `Box`.
+        self._find_bad = map_paths(_find_bad, self.single_observation_space)
         self._failures: list[str] = []
         self._pool = env.unwrapped if isinstance(env.unwrapped, EnvironmentPool) else None
         if self._pool is not None:
@@ -392,7 +418,7 @@ class EnvironmentBatch:
             self._raise_named(error, "step")
         failed = self._note_failures(infos, terminated | truncated) if FAILURE in infos else ()
         if rewards.dtype.kind == "f" and not surely_finite(rewards):
-            self._check_rows("reward", rewards)
+            self._check_rows(partial(_find_not_finite, "reward"), rewards)
         ended = terminated | truncated
         valid: Array | None = None
         if failed:
@@ -434,6 +460,7 @@ class EnvironmentBatch:
             if self._pool is None:
                 set_vector_attributes(self.env, settings)
                 return
+            to_tensors(settings, "env_settings")  # raises for values that checkpoints cannot hold
             self._pool.settings = settings
             for missing in self._pool.call("set_env_settings", settings):
                 check_attributes(missing or [], self.env)
@@ -485,7 +512,7 @@ class EnvironmentBatch:
             if self._kind_of_state == "episodes":
                 environments: Any = self._base.recorded()
             else:
-                environments = to_tensors(self._base.state_dict())
+                environments = to_tensors(self._base.state_dict(), "environment.own")
         resets_next = torch.zeros(self.num_envs, dtype=torch.bool)
         if self._resets_next is not None:
             resets_next.numpy()[:] = self._resets_next
@@ -498,8 +525,8 @@ class EnvironmentBatch:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested] | None:
-        """Return the result of `EnvironmentPool.restore`; None if another backend wrote the state."""
-        if state["kind"] != self._kind_of_state:
+        """Return the result of `EnvironmentPool.restore`; None for a state of another backend or of other wrappers."""
+        if state["kind"] != self._kind_of_state or len(state["wrappers"]) != len(self._histories):
             return None
         if state["kind"] == "episodes":
             state = for_seeds(state, self._tracker.streams)
@@ -553,8 +580,9 @@ class EnvironmentBatch:
         if not isinstance(error, WorkerFailure):
             streams = self._tracker.streams
             shown = ", ".join(map(str, streams[:4])) + (", …" if len(streams) > 4 else "")
-            what = f"{summary(error)} (step {self._tracker.clock}, seeds {shown})"
-            raise EnvironmentFailure(f"the {self._role}environments raised in {where}: {what}") from error
+            what = str(error) if isinstance(error, Unexpected) else f"raised in {where}: {summary(error)}"
+            at = f"(step {self._tracker.clock}, seeds {shown})"
+            raise EnvironmentFailure(f"the {self._role}environments {what} {at}") from error
         failure = EnvironmentFailure(f"{self._tracker.labels(error.indices)} {error.what}")
         for note in getattr(error, "__notes__", ()):  # the traceback in a worker process
             failure.add_note(note)
@@ -563,16 +591,45 @@ class EnvironmentBatch:
     def _row(self, batch: Nested, index: int) -> Nested:
         """Return a copy of one environment's observation, which the environment may overwrite later."""
         if isinstance(batch, np.ndarray) and batch.dtype == object:
-            return map_leaves(lambda _, x: np.array(x), self._float_names, batch[index])
-        return map_leaves(lambda _, x: np.array(x[index]), self._float_names, batch)
+            return map_leaves(lambda _, x: np.array(x), self._find_bad, batch[index])
+        return map_leaves(lambda _, x: np.array(x[index]), self._find_bad, batch)
 
     def _check_observations(self, observations: Nested, first: int = 0) -> None:
-        def check_leaf(name: str | None, rows: Array) -> None:
-            if name is not None and not surely_finite(rows):
-                self._check_rows(name, rows, first)
+        def check_leaf(find: _Find | None, rows: Array) -> None:
+            if find is not None:
+                self._check_rows(find, rows, first)
 
-        map_leaves(check_leaf, self._float_names, observations)
+        map_leaves(check_leaf, self._find_bad, observations)
 
-    def _check_rows(self, name: str, rows: Array, first: int = 0) -> None:
-        if (bad := first_not_finite(rows)) is not None:
-            raise EnvironmentFailure(f"{self.label(first + bad[0])} {complaint(name, np.asarray(rows[bad[0]]))}")
+    def _check_rows(self, find: _Find, rows: Array, first: int = 0) -> None:
+        if (found := find(rows)) is not None:
+            raise EnvironmentFailure(f"{self.label(first + found[0])} {found[1]}")
+
+
+_Find = Callable[[Array], tuple[int, str | None] | None]
+"""A function that returns the first row, of rows `[N, ...]` of a leaf, with a bad value, and the message about it."""
+
+
+def _find_bad(path: str, space: spaces.Space[Any]) -> _Find | None:
+    name = f"observation {path}".rstrip()
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        last = space.start + (space.n if isinstance(space, spaces.Discrete) else space.nvec) - 1
+        return partial(_find_outside, name, space, space.start, last)
+    if isinstance(space, spaces.MultiBinary):
+        return partial(_find_outside, name, space, 0, 1)
+    is_float = space.dtype is not None and np.issubdtype(space.dtype, np.floating)
+    return partial(_find_not_finite, name) if is_float else None
+
+
+def _find_not_finite(name: str, rows: Array) -> tuple[int, str | None] | None:
+    if surely_finite(rows) or (bad := first_not_finite(rows)) is None:
+        return None
+    return bad[0], complaint(name, np.asarray(rows[bad[0]]))
+
+
+def _find_outside(name: str, space: spaces.Space[Any], low: Any, high: Any, rows: Array) -> tuple[int, str] | None:  # noqa: ANN401
+    outside = (rows < low) | (rows > high)  # 2 µs in a step, after which an encoder may fail or ignore the value
+    if not np.count_nonzero(outside):
+        return None
+    index = int(np.argwhere(outside)[0, 0])
+    return index, f"returned an {name} {rows[index]}: expected an element of {space}"

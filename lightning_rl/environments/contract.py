@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import signal
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from lightning_rl.validation import ConfigurationError, ExplainedError
+from lightning_rl.validation import ConfigurationError, ExplainedError, check
 
 Array = np.ndarray[Any, Any]
 TRAINING, EVALUATION, SAMPLING, MINIBATCHES, TESTING, ACTORS, FILMING = range(7)
@@ -26,8 +27,6 @@ MAX_RESTARTS_IN_A_ROW = 3
 FAILURE, LOST, EPISODE = "lightning_rl/failure", "lightning_rl/lost", "lightning_rl/episode"
 """Keys of the `info` of a replaced environment: a list with a message for each restart; whether the failed step has no
 outcome; the episode of the stream that has begun."""
-OWN_STATE = "own"
-"""Key of a record: the state that the environment itself returned, stored without conversion."""
 IDLE = "lightning_rl/idle"
 """Key of the `info` of a step: rows that ignored their action because they wait for other rows, `[B]`."""
 ABSENT = "lightning_rl/absent"
@@ -38,6 +37,38 @@ LIFE_LOST = "lightning_rl/life_lost"
 """Key of the `info` of a step: a game that is evaluated as one episode lost a life and continues."""
 EnvSettings: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 """Attributes of environments, and options of their `reset`, both by name."""
+
+
+_TENSOR = "lightning_rl/tensor"
+
+
+def to_tensors(value: Any, name: str) -> Any:  # noqa: ANN401
+    """Return a copy of nested plain values, arrays and tensors that a checkpoint can hold, for `to_arrays`.
+
+    Other values raise a `ConfigurationError` with their place in `value`, which is called `name`.
+    """
+    if isinstance(value, dict):
+        keys = [key.item() if isinstance(key, np.generic) else key for key in value]
+        return {key: to_tensors(x, f"{name}.{key}") for key, x in zip(keys, value.values(), strict=True)}
+    if type(value) in (list, tuple, set):
+        return type(value)(to_tensors(x, name) for x in value)
+    if isinstance(value, np.ndarray | np.generic):
+        with contextlib.suppress(TypeError):  # text and objects have no tensor
+            return torch.from_numpy(np.array(value))
+    if isinstance(value, torch.Tensor):
+        return {_TENSOR: value.detach().clone()}
+    expected = "numbers, strings, arrays, tensors, or lists, tuples, sets or dicts of them, which checkpoints can hold"
+    check(value is None or type(value) in (bool, int, float, complex, str, bytes), name, value, expected)
+    return value
+
+
+def to_arrays(value: Any) -> Any:  # noqa: ANN401
+    """Return the value that `to_tensors` converted; arrays share the memory of their tensors."""
+    if isinstance(value, dict):
+        return value[_TENSOR] if _TENSOR in value else {key: to_arrays(x) for key, x in value.items()}
+    if isinstance(value, list | tuple | set):
+        return type(value)(map(to_arrays, value))
+    return value.numpy()[()] if isinstance(value, torch.Tensor) else value  # a number, not an array without dimensions
 
 
 def derive_seed(*path: int) -> int:
@@ -147,7 +178,7 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
         ) from None
 
 
-_LARGEST = float(np.finfo(np.float32).max)
+_LARGEST = np.finfo(np.float32).max  # not a Python float, which float16 would round to infinity
 # A sum of squares below this has no term that float32 could not hold.
 _SAFE_SQUARES = 1e76
 
@@ -171,6 +202,19 @@ def complaint(name: str, x: np.ndarray[Any, Any]) -> str | None:
     return f"returned {name}{entry} {x[bad]}: expected a finite number that float32 can hold"
 
 
+class Unexpected(Exception):
+    """An environment returned a value that its interface or its space does not allow; the message names the value."""
+
+
+def to_number(reward: Any) -> float:  # noqa: ANN401 - any value of an environment
+    """Return a reward as a Python number; raise `Unexpected` unless it is a single number."""
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(reward, str | bytes) and np.ndim(reward) == 0:
+            return float(reward)
+    several = "; rewards of several objectives need a wrapper like mo_gymnasium.wrappers.LinearReward"
+    raise Unexpected(f"returned reward {reward!r}: expected a number{several if np.ndim(reward) else ''}")
+
+
 def batch_infos(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Combine the `info` dicts of `B` environments like Gymnasium's vector environments.
 
@@ -185,21 +229,28 @@ def batch_infos(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if isinstance(first, dict) and key != "final_obs":
                 batched[key] = batch_infos([info.get(key, {}) for info in infos])
             else:
-                batched[key] = _column(len(infos), values, object() if key == "final_obs" else first)
+                batched[key] = _column(len(infos), values, key != "final_obs" and isinstance(first, _NUMERIC))
         except (IndexError, TypeError, ValueError):  # values of different types or shapes
-            batched[key] = _column(len(infos), values, object())
+            batched[key] = _column(len(infos), values, False)
         batched[f"_{key}"] = np.array([key in info for info in infos])
     return batched
 
 
-def _column(length: int, values: dict[int, Any], like: object) -> np.ndarray[Any, Any]:
-    """Return an array `[length, ...]` with values of `info` at their indices, with type and shape of `like`."""
-    is_number = type(like) in (int, float, bool) or isinstance(like, np.number)
-    column = np.zeros(length, type(like)) if is_number else np.full(length, None, object)
-    if isinstance(like, np.ndarray):
-        column = np.zeros((length, *like.shape), like.dtype)
-    for index, value in values.items():
-        column[index] = value
+_NUMERIC = (int, float, np.number, np.bool_, np.ndarray)
+
+
+def _column(length: int, values: dict[int, Any], of_numbers: bool) -> np.ndarray[Any, Any]:
+    """Return an array `[length, ...]` with values of `info` at their indices, of numbers or of objects."""
+    numbers = np.array([*values.values()]) if of_numbers else None  # in a dtype for all of them
+    if numbers is None or numbers.dtype.kind not in "biuf":  # such as a number beside None
+        column = np.full(length, None, object)
+        for index, value in values.items():
+            column[index] = value
+        return column
+    if len(numbers) == length:
+        return numbers
+    column = np.zeros((length, *numbers.shape[1:]), numbers.dtype)
+    column[list(values)] = numbers
     return column
 
 

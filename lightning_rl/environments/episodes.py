@@ -20,32 +20,20 @@ from lightning_rl.environments.contract import (
     FAILURE,
     LOST,
     MAX_RESTARTS_IN_A_ROW,
-    OWN_STATE,
     EnvironmentFailure,
     EnvSettings,
+    Unexpected,
     complaint,
     derive_seed,
     describe,
     give_up,
     is_failure,
     summary,
+    to_number,
 )
 from lightning_rl.environments.wrappers.action_mask import ReadMasks
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked, nested_paths
 from lightning_rl.validation import check
-
-
-class Unexpected(Exception):
-    """An environment returned a value that its interface or its space does not allow; the message names the value."""
-
-
-def to_number(reward: Any) -> float:  # noqa: ANN401 - any value of an environment
-    """Return a reward as a Python number; raise `Unexpected` unless it is a single number."""
-    with contextlib.suppress(TypeError, ValueError):
-        if not isinstance(reward, str | bytes) and np.ndim(reward) == 0:
-            return float(reward)
-    several = "; rewards of several objectives need a wrapper like mo_gymnasium.wrappers.LinearReward"
-    raise Unexpected(f"returned reward {reward!r}: expected a number{several if np.ndim(reward) else ''}")
 
 
 def to_flag(name: str, flag: Any) -> bool:  # noqa: ANN401
@@ -92,6 +80,17 @@ def fit_leaf(path: str, space: spaces.Space[Any], x: Any) -> Any:  # noqa: ANN40
     )
 
 
+def fit(space: spaces.Space[Any], paths: Nested, leaf_spaces: Nested, observation: Any) -> Nested:  # noqa: ANN401
+    """Apply `fit_leaf` to all leaves of an observation; one of another structure than its space raises too."""
+    try:
+        return map_leaves(fit_leaf, paths, leaf_spaces, observation)
+    except (LookupError, TypeError, ValueError) as error:
+        raise Unexpected(
+            f"returned an observation of another structure than its space has ({summary(error)}): expected an "
+            f"element of {space}"
+        ) from None
+
+
 MAX_LOGGED_ACTIONS = 1_000_000
 """A longer episode cannot be replayed: its actions would fill the memory, and the replay would take minutes."""
 _STATELESS = (OrderEnforcing, PassiveEnvChecker, ReadMasks)
@@ -116,14 +115,14 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     Up to `MAX_LOGGED_ACTIONS` actions since the last true reset are logged. `restore` replays them and compares
     observation, rewards and ends, since a wrapper may keep state from earlier episodes. An environment with
     `state_dict()` and `load_state_dict(state)` is restored through these instead, if its only wrappers are time limits
-    and masks; its state must consist of tensors and plain Python values.
+    and masks; its state must consist of tensors, NumPy values and plain Python values.
 
     `index` and `evaluation` only identify the environment in messages.
 
     Raises:
         EnvironmentFailure: In `reset` and `step`, with index, episode, seed and step: the environment raised, or
-            returned an observation, reward, flag or `info` of a wrong type or shape. The first observation must also be
-            in its space; numbers outside of a `Box` only cause a warning.
+            returned an observation, reward, flag or `info` of a wrong type or shape. Numbers of the first observation
+            outside of a `Box` cause a warning.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], index: int = 0, evaluation: bool = False) -> None:
@@ -173,7 +172,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._raise_named("reset", error)
         if not self._bounds_checked:
             self._bounds_checked = True
-            map_leaves(self._check_bounds, self._paths, self._leaf_spaces, observation)
+            map_leaves(self._warn_outside, self._paths, self._leaf_spaces, observation)
         if self._may_continue_game and self.env.get_wrapper_attr("continued_game"):
             self._log.append(_RESET)
         else:
@@ -226,7 +225,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             "settings": self._begun_with,
             "reward_sum": self._reward_sum,
             "ends": [list(end) for end in self._ends],
-            OWN_STATE: own.state_dict() if self._has_own_state else None,
+            "own": own.state_dict() if self._has_own_state else None,
         }
 
     def restore(self, record: dict[str, Any]) -> tuple[bool, Any]:
@@ -246,10 +245,10 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _restore_episode(self, record: dict[str, Any]) -> bool:
         """Restore the state of an episode with its own settings, and return whether it equals the recorded one."""
-        if record.get(OWN_STATE) is not None and self._has_own_state:
+        if record.get("own") is not None and self._has_own_state:
             own: Any = self.env.unwrapped
             self._reset_env(self.first_options)
-            own.load_state_dict(record[OWN_STATE])
+            own.load_state_dict(record["own"])
             for limit in _wrappers(self.env):
                 if isinstance(limit, TimeLimit):
                     limit._elapsed_steps = record["step_count"]  # private; Gymnasium 1.4 can only set it to 0
@@ -292,24 +291,16 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._ends: list[list[Any]] = []  # of lives: length of the log, terminated, truncated
 
     def _fit(self, observation: Any) -> Nested:  # noqa: ANN401
-        try:
-            observation = map_leaves(fit_leaf, self._paths, self._leaf_spaces, observation)
-        except (LookupError, TypeError, ValueError) as error:
-            raise Unexpected(
-                f"returned an observation of another structure than its space has ({summary(error)}): expected an "
-                f"element of {self.env.observation_space}"
-            ) from None
+        observation = fit(self.env.observation_space, self._paths, self._leaf_spaces, observation)
         if type(observation) is np.ndarray:
             self._dtype = observation.dtype  # floats of another width need no second check
         return observation
 
-    def _check_bounds(self, path: str, space: spaces.Space[Any], x: Any) -> None:  # noqa: ANN401
+    def _warn_outside(self, path: str, space: spaces.Space[Any], x: Any) -> None:  # noqa: ANN401
+        if not isinstance(space, spaces.Box):  # `EnvironmentBatch` checks each observation
+            return
         name = f"observation {path}".rstrip()
         rounded = np.asarray(x).astype(space.dtype)
-        if not isinstance(space, spaces.Box):
-            if not space.contains(rounded):
-                raise self._failure(f"returned an {name} {rounded}: expected an element of {space}")
-            return
         outside = np.argwhere((rounded < space.low) | (rounded > space.high))
         if len(outside) and self.index == 0:  # the other environments have the same space
             place = tuple(outside[0].tolist())

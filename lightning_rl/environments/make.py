@@ -20,8 +20,8 @@ from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing, VectorGameScore
-from lightning_rl.environments.batch import EnvironmentBatch, LocalVectorEnv, NativeCartPole
-from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, role_prefix, summary
+from lightning_rl.environments.batch import CheckedArrays, EnvironmentBatch, LocalVectorEnv, NativeCartPole
+from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, role_prefix, summary
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.environments.registry import (
     check_envpool,
@@ -36,6 +36,7 @@ from lightning_rl.environments.rendering import Camera, check_renders, prepare_r
 from lightning_rl.environments.spec import WRAPPERS, EnvironmentSpec
 from lightning_rl.environments.tensor_batch import AsArrays, TensorEnvironments
 from lightning_rl.environments.workers import WorkerPool
+from lightning_rl.environments.wrappers.action_mask import ReadMasks
 from lightning_rl.environments.wrappers.action_repeat import (
     ActionRepeat,
     LearnedActionRepeat,
@@ -78,7 +79,7 @@ def make_environments(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) ->
     if spec.backend in ("native", "torch", "envpool"):
         return _make_vectorized(spec, num_envs, seeds)
     gym_spec = _find_single(spec)
-    atari = _atari_options(spec, gym_spec)
+    atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
     if spec.filmed:
         prepare_rendering()
     env_wrappers, vector_wrappers = _split_wrappers(spec)
@@ -92,19 +93,19 @@ def make_environments(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) ->
             env = WorkerPool(factories, timeout, spec.env.on_failure == "restart")
         except WorkerFailure as error:
             raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
-    env = _wrap_vector(spec.wrap_vector(env, _clips(atari)), vector_wrappers)
+    env = _wrapped(spec.wrap_vector(spec.wrap_rewards(env), _clips(atari)), vector_wrappers)
     return EnvironmentBatch(env, seeds, seeds, _repeat_reader(spec, atari), spec.evaluation)
 
 
 def _make_vectorized(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> EnvironmentBatch:
     make = make_envpool if spec.backend == "envpool" else make_native
     env, atari, reset_seed = make(spec, num_envs, seeds)
-    env = _wrap_vector(env, _split_wrappers(spec)[1])
+    env = _wrapped(env, _split_wrappers(spec)[1])
     if spec.backend == "torch":
         if not spec.evaluation:
             return TensorEnvironments(spec.wrap_tensors(env), seeds[0])
         env = AsArrays(env)
-    env = spec.wrap_vector(spec.wrap_rewards(env), _clips(atari))
+    env = spec.wrap_vector(spec.wrap_rewards(CheckedArrays(env)), _clips(atari))
     return EnvironmentBatch(env, seeds, reset_seed, _repeat_reader(spec, atari), spec.evaluation)
 
 
@@ -243,20 +244,11 @@ def make_single(
     A missing package or a rejected argument raises a `ConfigurationError`.
     """
     import_modules(spec.env.imports)  # again, since this may be a new process
-    atari = _atari_options(spec, gym_spec)
+    atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
     make = functools.partial(_make_wrapped, spec, gym_spec, env_wrappers, atari)
     if spec.env.on_failure == "restart":
         return RestartingEpisodes(make, index, spec.evaluation)
     return SeededEpisodes(make(), index, spec.evaluation)
-
-
-def _atari_options(spec: EnvironmentSpec, gym_spec: EnvSpec) -> AtariPreprocessing | None:
-    given = spec.env.kwargs
-    atari = spec.atari_options(is_atari(gym_spec, given.get("obs_type")))
-    if atari is not None:
-        for name, instead in (("frameskip", "frame_skip"), ("repeat_action_probability",) * 2):
-            check(name not in given, f"env.kwargs.{name}", given.get(name), f"env.atari.{instead} instead")
-    return atari
 
 
 def _make_wrapped(
@@ -271,13 +263,13 @@ def _make_wrapped(
     counts_all = spec.env.frame_count == "nominal"
     if spec.env.action_repeat > 1:
         env = ActionRepeat(env, spec.env.action_repeat, counts_all)
-    for wrapper in env_wrappers:
-        env = _wrapped(env, wrapper)
+    env = _wrapped(env, env_wrappers)
     frames = _frames_per_step(spec, atari)
     if (repeat := learned_repeat(spec.env.learned_action_repeat)) is not None:
         clips = _clips(atari)
         env = LearnedActionRepeat(env, repeat.max, repeat.gamma, frames, spec.evaluation, clips, counts_all)
-    env = spec.wrap(env)
+    if spec.env.action_mask is not None:
+        env = ReadMasks(env, spec.env.action_mask)
     return Camera(env, steps_per_second(env, atari is not None, frames)) if spec.filmed else env
 
 
@@ -324,20 +316,7 @@ def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple
     return tuple(single), tuple(vector)
 
 
-def _wrap_vector(env: VectorEnv[Any, Any, Any], wrappers: tuple[ClassSpec, ...]) -> VectorEnv[Any, Any, Any]:
+def _wrapped(env: Any, wrappers: tuple[ClassSpec, ...]) -> Any:  # noqa: ANN401 - a single or a vector environment
     for wrapper in wrappers:
-        env = _wrapped(env, wrapper)
+        env = instantiate("env.wrappers", wrapper, WRAPPERS, env)
     return env
-
-
-def _wrapped(env: Any, wrapper: ClassSpec) -> Any:  # noqa: ANN401 - a single or a vector environment
-    """Apply a wrapper; `SystemExit` in its constructor is an error too."""
-    try:
-        return instantiate("env.wrappers", wrapper, WRAPPERS, env)
-    except (SystemExit, KeyboardInterrupt) as error:
-        if not is_failure(error):
-            raise
-        raise ConfigurationError(
-            f"env.wrappers: {wrapper['class_path']} raised {summary(error)} with "
-            f"init_args={wrapper['init_args']!r}; expected a wrapper that can be made"
-        ) from error

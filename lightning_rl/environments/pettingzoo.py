@@ -115,7 +115,8 @@ class ParallelEnvVector(VectorEnv):
                 if ended:
                     finals[row] = copy.deepcopy(reached[agent])
                 self._rows[row] = self._zeros if ended else reached[agent]
-                (final_infos if ended else infos)[row] = info or {}
+                # A copy, since the reset may write into the same dict.
+                (final_infos if ended else infos)[row] = dict(info or {})
             if not env.agents:
                 self._start(index, self._episodes[index] + 1, infos)
         batched = batch_infos(infos) | self._absent()

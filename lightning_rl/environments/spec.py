@@ -7,13 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, get_args
 
 import gymnasium
-from gymnasium import wrappers
 from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.wrappers import vector as vector_wrappers
 
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.registry import parallel_module
-from lightning_rl.environments.wrappers.action_mask import MaskedActions, ReadMasks, check_source
+from lightning_rl.environments.wrappers.action_mask import MaskedActions, check_source
 from lightning_rl.environments.wrappers.action_repeat import learned_repeat
 from lightning_rl.environments.wrappers.history import FlatObservations, FrameStack, PreviousStep
 from lightning_rl.environments.wrappers.transforms import (
@@ -193,12 +192,6 @@ class EnvironmentSpec:
         """The function that scales and clips training rewards; None without such options."""
         return make_reward_transform(self.env.reward_scale, self.env.reward_clip)
 
-    def wrap(self, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
-        """Apply the options of rewards, and `ReadMasks`, to one environment that has the user's wrappers."""
-        if self.reward_transform is not None and not self.evaluation:
-            env = wrappers.TransformReward(env, self.reward_transform)
-        return env if self.env.action_mask is None else ReadMasks(env, self.env.action_mask)
-
     def wrap_vector(
         self, env: VectorEnv[Any, Any, Any], clips: RewardTransform | None = None
     ) -> VectorEnv[Any, Any, Any]:
@@ -220,6 +213,7 @@ class EnvironmentSpec:
         return env if given.action_mask is None else MaskedActions(env, given.action_mask)
 
     def wrap_rewards(self, env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
+        """Scale and clip the rewards of environments of any backend; evaluation rewards are raw."""
         transform = None if self.evaluation else self.reward_transform
         return env if transform is None else vector_wrappers.TransformReward(env, transform)
 
@@ -257,6 +251,8 @@ class EnvironmentSpec:
             expected = f"its default, since {self.env_id} is no Atari game with frames"
             check(atari == AtariPreprocessing(), "env.atari", atari, expected)
             return None
+        for name, own in (("frameskip", "frame_skip"), ("frame_skip",) * 2, ("repeat_action_probability",) * 2):
+            check(name not in env.kwargs, f"env.kwargs.{name}", env.kwargs.get(name), f"env.atari.{own} instead")
         expected = "None for Atari games, which have env.atari.frame_stack"
         check(env.frame_stack is None, "env.frame_stack", env.frame_stack, expected)
         expected = "1 for Atari games, which have env.atari.frame_skip"

@@ -11,8 +11,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
 
-from lightning_rl.environments.batch import EnvironmentBatch, Step
-from lightning_rl.environments.contract import EnvironmentFailure, autoreset_mode
+from lightning_rl.environments.batch import EnvironmentBatch, Step, check_values
+from lightning_rl.environments.contract import EnvironmentFailure, autoreset_mode, to_arrays, to_tensors
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
 from lightning_rl.validation import check
 
@@ -35,6 +35,7 @@ class TensorEnvironments(EnvironmentBatch):
         self.observations: Nested = None
         """The last observations; None before the first reset."""
         self._not_finite: Tensor | None = None
+        self._is_checked = False
         self._advance = _advance
 
     def compile(self) -> None:
@@ -47,8 +48,9 @@ class TensorEnvironments(EnvironmentBatch):
         """Reset with the seed, and return the first observations `[B, ...]`, which must be tensors."""
         self._tracker.reset()
         with self._named("reset"):
-            self.observations, _ = self.env.reset(seed=self.seed)
-        _check_tensors(self.env, self.observations)
+            self.observations, infos = self.env.reset(seed=self.seed)
+            _check_tensors(self.env, self.observations)
+            check_values(self.env, map_leaves(to_array, self.observations), infos)
         self._resets_next = None
         self._not_finite = None
         return self.observations
@@ -59,6 +61,10 @@ class TensorEnvironments(EnvironmentBatch):
             observations, rewards, terminated, truncated, infos, valid, ended, cut, bad = self._advance(
                 self.env, actions, self._resets_next
             )
+            if not self._is_checked:
+                rows = {"rewards": rewards, "terminated": terminated, "truncated": truncated}
+                check_values(self.env, map_leaves(to_array, observations), infos, **map_leaves(to_array, rows))
+                self._is_checked = True
         if self.mode is AutoresetMode.NEXT_STEP:
             self._resets_next = ended
         reached = infos.get("final_obs") if self.mode is AutoresetMode.SAME_STEP else observations
@@ -112,7 +118,7 @@ class TensorEnvironments(EnvironmentBatch):
         resets_next = None if self._resets_next is None else self._resets_next.cpu()
         observations = map_leaves(lambda x: x.to("cpu", copy=True), self.observations)
         kept = {"observations": observations, "resets_next": resets_next}
-        return {"kind": "tensors", "environments": own.state_dict(), **kept}
+        return {"kind": "tensors", "environments": to_tensors(own.state_dict(), "environment.own"), **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[np.ndarray[Any, Any], Nested] | None:
         """Restore all environments; returns None if this is impossible, see `EnvironmentBatch.load_state_dict`."""
@@ -122,7 +128,7 @@ class TensorEnvironments(EnvironmentBatch):
         if len(first_leaf(state["observations"])) != self.num_envs:
             return None
         device = first_leaf(self.reset()).device
-        own.load_state_dict(state["environments"])
+        own.load_state_dict(to_arrays(state["environments"]))
         self.observations = map_leaves(lambda x: x.to(device), state["observations"])
         self._resets_next = None if state["resets_next"] is None else state["resets_next"].to(device)
         return np.ones(self.num_envs, bool), self.observations
@@ -182,8 +188,7 @@ class AsArrays(VectorWrapper):
         self._observations = observations
         if same_step:
             infos = {**infos, "final_obs": map_leaves(to_array, infos.get("final_obs", before))}
-        flags = (to_array(rewards), to_array(terminated).astype(bool), to_array(truncated).astype(bool))
-        return map_leaves(to_array, observations), *flags, infos
+        return *(map_leaves(to_array, x) for x in (observations, rewards, terminated, truncated)), infos
 
     def _to_tensor(self, x: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(x).to(first_leaf(self._observations).device)
@@ -191,4 +196,6 @@ class AsArrays(VectorWrapper):
 
 def to_array(x: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401
     """Return a tensor's values as an array."""
-    return x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
+    if not isinstance(x, Tensor):
+        return np.asarray(x)
+    return (x.float() if x.dtype == torch.bfloat16 else x).detach().cpu().numpy()  # NumPy has no bfloat16

@@ -8,6 +8,7 @@ import functools
 import multiprocessing
 import os
 import pickle
+import reprlib
 import signal
 import threading
 import time
@@ -186,8 +187,8 @@ class WorkerPool(EnvironmentPool):
 
     def _allocate(self, space: gymnasium.Space[Any]) -> Tensor:
         """Return shared memory for the observations `[B, ...]` of a leaf, in bytes."""
-        size = np.zeros((self.num_envs, *(space.shape or ())), space.dtype).nbytes
-        return torch.zeros(size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call, no-any-return]
+        size = np.zeros(space.shape or (), space.dtype).nbytes
+        return torch.zeros(self.num_envs, size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call, no-any-return]
 
     def _share(self, index: int) -> None:
         with contextlib.suppress(OSError):  # the next message finds that the worker has ended
@@ -264,7 +265,7 @@ def as_arrays(memory: Nested, space: gymnasium.Space[Any]) -> Nested:
     """Return the arrays `[B, ...]` of a space in shared memory."""
 
     def view(leaf: gymnasium.Space[Any], bytes_: Tensor) -> Any:  # noqa: ANN401 - an array
-        return bytes_.numpy().view(np.zeros(0, leaf.dtype).dtype).reshape(-1, *(leaf.shape or ()))
+        return bytes_.numpy().view(np.zeros(0, leaf.dtype).dtype).reshape(len(bytes_), *(leaf.shape or ()))
 
     return map_leaves(view, map_space(lambda leaf: leaf, space), memory)
 
@@ -292,7 +293,11 @@ def _work(index: int, make: Factory, pipe: Any) -> None:  # noqa: ANN401 - a con
                 answer = CloudpickleWrapper(described)  # spaces may have lambdas
             else:
                 answer = server.answer(name, *arguments)
-            send(pipe, answer)
+            try:
+                send(pipe, answer)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                problem = f"cannot send {reprlib.repr(answer)} to another process ({error})"
+                raise TypeError(f"{problem}: expected an info of values that can be pickled") from error
     except BaseException as error:
         with contextlib.suppress(OSError):
             send(pipe, Failure.of(error))

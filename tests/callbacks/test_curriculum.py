@@ -104,7 +104,9 @@ def test_actors_change_with_the_next_requested_rollout():
     seen = Seen()
     data = make_data(ENV_ID, actors={"count": 1}, rollouts_per_epoch=6)
     model = IMPALA(data.observation_space, data.action_space)
-    fit(Curriculum(stages_of("length", 3, 4)), data, seen, model=model)
+    stages = stages_of("length", 3, 4)
+    stages[1]["reset_options"] = {"map": np.eye(2)}
+    fit(Curriculum(stages), data, seen, model=model)
     lengths = [set(x[..., 1].flatten().tolist()) for x in seen.observations]
     assert lengths[0] == {3} and lengths[-1] == {4}
     assert not seen.observations[0][..., 2].any()
@@ -284,3 +286,44 @@ def test_configuration_has_stages(in_tmp_path, monkeypatch):
     (curriculum,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, Curriculum))
     assert curriculum.stages == [CurriculumStage({"length": 0.5}, {}, 400, 32), CurriculumStage({"length": 0.25})]
     assert curriculum.stage == 1
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_numpy_values_of_stages_are_stored_and_resumed(backend, tmp_path):
+    stages = stages_of("length", *np.array([3, 40]))
+    for number, stage in enumerate(stages):
+        stage["reset_options"] = {"level": np.float32(0.1), "map": np.full((2, 2), number)}
+
+    def train(max_epochs, seen, **options):
+        data = make_data(ENV_ID, backend=backend)
+        model = make_model(data)
+        trainer = make_trainer(max_epochs=max_epochs, callbacks=[Curriculum(stages), seen])
+        trainer.fit(model, data, **options)
+        return trainer, model
+
+    whole, first, rest = Seen(), Seen(), Seen()
+    _, expected = train(2, whole)
+    trainer, _ = train(1, first)
+    trainer.save_checkpoint(tmp_path / "ckpt")
+    torch.load(tmp_path / "ckpt", weights_only=True)
+    _, resumed = train(2, rest, ckpt_path=tmp_path / "ckpt")
+    assert_equal_parameters(resumed, parameters_of(expected))
+    assert all(map(torch.equal, whole.observations, first.observations + rest.observations))
+
+
+def test_values_of_stages_that_a_checkpoint_cannot_hold_are_refused():
+    for values in ({"attributes": {"length": slice(3)}}, {"reset_options": {"level": slice(3)}}):
+        (field,) = values
+        stages = [{"until_env_steps": 9}, {**values}]
+        if field == "attributes":
+            stages[0]["attributes"] = {"length": 3}
+        message = rf"^stages\[1\]\.{field}\.\w+=slice\(None, 3, None\) is not valid: expected numbers, strings"
+        with pytest.raises(ConfigurationError, match=message):
+            Curriculum(stages)
+
+
+def test_settings_that_a_checkpoint_cannot_hold_are_refused_when_they_are_set():
+    data = make_data(ENV_ID)
+    data.set_env_settings({"length": slice(3)})
+    with pytest.raises(ConfigurationError, match=r"^env_settings\.length=slice"):
+        make_trainer().fit(make_model(data), data)

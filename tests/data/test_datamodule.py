@@ -166,6 +166,12 @@ def test_env_id_must_be_a_string():
         RolloutDataModule(gymnasium.make("CartPole-v1"))
 
 
+def test_data_module_without_a_trainer_is_an_error():
+    for collect in (make_data().collect, make_data().run_episodes):
+        with pytest.raises(ConfigurationError, match=r"^RolloutDataModule has no Trainer, which provides the policy"):
+            collect()
+
+
 class DictInInfo(gymnasium.Wrapper):
     def step(self, action):
         return (*self.env.step(action)[:4], {"parts": {"x": 1.0}})

@@ -53,6 +53,15 @@ def test_short_episodes_are_not_favored():
     assert np.mean(first_to_end) < np.mean(lengths)
 
 
+@pytest.mark.parametrize("length", [5, 6])
+def test_long_evaluation_episode_causes_a_warning(length, monkeypatch, recwarn):
+    monkeypatch.setattr("lightning_rl.data.evaluation._STEPS_BEFORE_HINT", 5)
+    run(make_batch("Probe/Counter-v0", lengths=(length,)), [1])
+    messages = [str(warning.message) for warning in recwarn]
+    hint = "no evaluation episode has ended in 5 steps: if episodes may never end, env.max_episode_steps truncates them"
+    assert messages == [hint] * (length > 5)
+
+
 def test_no_episodes_means_no_reset():
     class Untouchable:
         num_envs = 2

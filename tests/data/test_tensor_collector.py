@@ -213,6 +213,8 @@ def test_terminal_observations_may_be_nan_if_environments_reset_on_request():
 
 def test_scalar_observations_must_be_finite():
     env = Reach(3)
+    env.single_observation_space = spaces.Box(-np.inf, np.inf, (), np.float32)
+    env.reset = lambda **_: (torch.zeros(3), {})
     tensors, step = TensorEnvironments(env, 0), env.step
     tensors.reset()
     env.step = lambda actions: (torch.tensor([0.0, torch.inf, 1.0]), *step(actions)[1:])

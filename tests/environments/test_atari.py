@@ -461,13 +461,19 @@ def test_options_out_of_range_are_errors(options, field):
 
 
 @pytest.mark.parametrize(
-    ("name", "instead"), [("frameskip", "frame_skip"), ("repeat_action_probability", "repeat_action_probability")]
+    ("name", "instead"),
+    [
+        ("frameskip", "frame_skip"),
+        ("frame_skip", "frame_skip"),
+        ("repeat_action_probability", "repeat_action_probability"),
+    ],
 )
-def test_preprocessing_options_in_env_kwargs_are_errors(name, instead):
-    spec = EnvironmentSpec(BREAKOUT, EnvConfig(kwargs={name: 1}))
+@pytest.mark.parametrize("backend", ["sync", "native", "envpool"])
+def test_preprocessing_options_in_env_kwargs_are_errors(name, instead, backend):
+    spec = EnvironmentSpec("ALE/Breakout-v5", EnvConfig(kwargs={name: 1}), backend)
     message = rf"^env.kwargs.{name}=1 is not valid: expected env.atari.{instead} instead$"
     with pytest.raises(ConfigurationError, match=message):
-        make_single(spec, find_spec(BREAKOUT), ())
+        make_environments(spec, 1, [0])
 
 
 def test_preprocessing_options_for_ram_observations_are_errors():

@@ -1,15 +1,20 @@
 """Records of episodes, and replays that detect differences."""
 
+import enum
+from unittest import mock
+
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.wrappers import FrameStackObservation, OrderEnforcing, TimeLimit
 
 from lightning_rl.environments import episodes, workers
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
-from tests.probes import Counter, Random, make_batch
+from lightning_rl.validation import ConfigurationError
+from tests.probes import Counter, Random, Told, make_batch, make_collector
 
 
 class Drifting(gymnasium.Wrapper):
@@ -160,6 +165,73 @@ def test_environment_with_own_state_in_a_stateful_wrapper_is_replayed():
     np.testing.assert_array_equal(env.step(0)[0], played_on.step(0)[0])
 
 
+STATE = {
+    "array": np.arange(6, dtype=np.uint16).reshape(2, 3)[:, ::-1],
+    "numbers": [np.float64(0.1), np.int8(-3), np.bool_(True), 2, None, "text"],
+    "pair": (np.zeros(0, np.float32), torch.arange(3)),
+    np.int64(5): {"set": {1, 2}, "random": np.random.Generator(np.random.MT19937(3)).bit_generator.state},
+}
+"""The state of an environment, of every type that a checkpoint can hold."""
+
+
+class Holder(Counter):
+    """Returns a given state, and keeps the state that it gets."""
+
+    given = STATE
+    loaded = None
+
+    def state_dict(self):
+        return self.given
+
+    def load_state_dict(self, state):
+        type(self).loaded = state
+
+
+def test_numpy_values_in_the_state_of_an_environment_are_restored_with_their_types(tmp_path):
+    spec = EnvSpec("Holder-v0", Holder, kwargs={"lengths": (9,)})
+    with mock.patch.dict(gymnasium.registry, {"Holder-v0": spec}):
+        environments, again = make_batch("Holder-v0"), make_batch("Holder-v0")
+    environments.reset()
+    torch.save(environments.state_dict(), tmp_path / "state")
+    exact, _ = again.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    assert exact.all()
+    assert_same(Holder.loaded, STATE)
+
+
+def assert_same(found, expected):
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    elif isinstance(expected, list | tuple):
+        for pair in zip(found, expected, strict=True):
+            assert_same(*pair)
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    else:
+        np.testing.assert_array_equal(found, expected)
+        assert getattr(found, "dtype", None) == getattr(expected, "dtype", None)
+
+
+class Mode(enum.IntEnum):
+    FAST = 1
+
+
+@pytest.mark.parametrize("value", [Mode.FAST, slice(2), np.array(["text"]), np.datetime64("2020-01-01"), object()])
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_state_that_a_checkpoint_cannot_hold_is_refused_before_the_first_step(value, backend, monkeypatch):
+    monkeypatch.setattr(Holder, "given", {"level": {"mode": [value]}})
+    spec = EnvSpec("Holder-v0", Holder, kwargs={"lengths": (9,)})
+    with mock.patch.dict(gymnasium.registry, {"Holder-v0": spec}):
+        environments = make_batch("Holder-v0", backend=backend)
+    steps = mock.patch.object(environments, "step", side_effect=AssertionError)
+    message = r"^environment\.own\.level\.mode=.* is not valid: expected numbers, strings, arrays, tensors, or lists"
+    with steps, pytest.raises(ConfigurationError, match=message):
+        make_collector(environments, 4).collect(Told())
+    environments.close()
+
+
 def test_log_has_copies_of_actions_that_the_environment_overwrites():
     class Halves(gymnasium.Env):
         observation_space, action_space = spaces.Box(-9, 9, (2,)), spaces.Box(-1, 1, (2,))
@@ -179,6 +251,17 @@ def test_log_has_copies_of_actions_that_the_environment_overwrites():
         env.step(np.ones(2, np.float32))
     exact, observation = SeededEpisodes(Halves()).restore(env.recorded())
     assert exact and observation.tolist() == [1.5, 1.5]
+
+
+@pytest.mark.parametrize(("backend", "env_id"), [("sync", "Probe/Counter-v0"), ("native", "CartPole-v1")])
+def test_environments_with_other_options_of_observations_are_not_restored(backend, env_id):
+    plain, flat = (
+        make_batch(env_id, backend=backend, env={"flatten_observations": flatten}) for flatten in (False, True)
+    )
+    for one, other in ((plain, flat), (flat, plain)):
+        one.reset()
+        one.step(np.zeros(1, np.int64))
+        assert other.load_state_dict(one.state_dict()) is None
 
 
 @pytest.mark.parametrize("backend", ["sync", "async"])

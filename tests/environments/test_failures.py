@@ -182,9 +182,8 @@ def test_system_exit_while_an_environment_is_made_is_an_error(tmp_path, monkeypa
     (tmp_path / "a_script.py").write_text("import sys; sys.exit(0)")
     monkeypatch.syspath_prepend(str(tmp_path))
     wrapper = {"class_path": f"{__name__}.EndsProgram", "init_args": {}}
-    with pytest.raises(
-        ConfigurationError, match=r"^env.wrappers: .*EndsProgram raised SystemExit: 0 with init_args={}"
-    ):
+    message = r"^env.wrappers: .*EndsProgram refused the arguments {}: SystemExit: 0$"
+    with pytest.raises(ConfigurationError, match=message):
         make_batch("Probe/Counter-v0", env={"wrappers": [wrapper]})
     message = r"^env.imports: module 'a_script' cannot be imported \(SystemExit: 0\)"
     with pytest.raises(ConfigurationError, match=message):
@@ -414,6 +413,15 @@ def test_invalid_reward_or_shape_is_named(how, what, backend):
     assert str(error) == f"environment 2 (episode 1, seed {SEED}, step 3) returned {what}"
 
 
+@pytest.mark.parametrize("options", [{"action_repeat": 2}, {"learned_action_repeat": 2}])
+def test_invalid_reward_of_a_repeated_action_is_named(options):
+    environments = make_batch("Probe/Failing-v0", 1, env=options, how="none reward", at=1, episode_seed=None)
+    environments.reset()
+    repeats = {"action": np.zeros(1, np.int64), "repeat": np.full(1, 2)}
+    with pytest.raises(EnvironmentFailure, match=r"^environment 0 \(.*, step 1\) returned reward None: expected a num"):
+        environments.step(repeats if "learned_action_repeat" in options else np.zeros(1, np.int64))
+
+
 @pytest.mark.parametrize("backend", ["sync", "async"])
 def test_wrong_shape_from_a_reset_is_named(backend):
     error, step, _ = run_until_failure(failing("few observation", at=0, backend=backend))
@@ -429,7 +437,9 @@ def test_unpicklable_info_of_a_worker_is_named():
     environments.reset()
     with pytest.raises(
         EnvironmentFailure,
-        match=r"^environment 0 \(episode 0, seed \d+, step 1\) raised in its worker process: TypeError: cannot pickle",
+        match=r"^environment 0 \(episode 0, seed \d+, step 1\) raised in its worker process: TypeError: cannot send "
+        r"\(1.0, False, False, .* to another process \(cannot pickle 'generator' object\): expected an info of values "
+        r"that can be pickled",
     ):
         environments.step(np.zeros(1, np.int64))
     environments.close()

@@ -76,9 +76,8 @@ def test_rewards_are_scaled_and_then_bounded(scale, clip, expected):
     transform = make_reward_transform(scale, clip)
     raw = np.array([-100.0, -0.5, 0.0, 2.0, 20.0])
     np.testing.assert_allclose(transform(raw), expected, rtol=1e-15)
-    assert [transform(float(r)) for r in raw] == pytest.approx(expected, rel=1e-15)
-    assert type(transform(1.0)) is float
-    assert math.isnan(transform(math.nan)) and np.isnan(transform(np.array([math.nan]))).all(), "to be found later"
+    assert transform(torch.from_numpy(raw)).tolist() == pytest.approx(expected, rel=1e-15)
+    assert np.isnan(transform(np.array([math.nan]))).all(), "to be found later"
 
 
 def test_default_reward_options_have_no_transform():
@@ -283,6 +282,19 @@ def test_flat_observations_are_one_vector(backend):
         assert batch.single_observation_space.shape == (16,)
         assert batch.reset().tolist() == [[1] + [0] * 15] * 2
     batch.close()
+
+
+@pytest.mark.parametrize(
+    ("space", "what"),
+    [
+        (spaces.Dict(word=spaces.Text(5)), "observation_space.word: Text is not supported"),
+        (spaces.OneOf([spaces.Discrete(2), spaces.Discrete(3)]), "observation_space: OneOf is not supported"),
+        (spaces.Dict(part=spaces.Dict()), r"observation_space.part: Dict\(\) is empty"),
+    ],
+)
+def test_space_that_cannot_be_flattened_is_named(space, what):
+    with pytest.raises(ConfigurationError, match=f"^{what}"):
+        make_batch("Probe/Space-v0", env={"flatten_observations": True}, observation_space=space)
 
 
 def test_frames_are_stacked_before_they_are_flattened():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from lightning_rl.environments.contract import LIFE_LOST, Array
+from lightning_rl.environments.contract import LIFE_LOST, Array, to_number
 from lightning_rl.environments.wrappers.transforms import RewardTransform
 from lightning_rl.validation import check, check_number, check_positive_int, is_int, is_one_of
 
@@ -117,8 +118,9 @@ def _repeat(
     infos: list[dict[str, Any]] = []
     over = False
     while len(infos) < times and not over:
-        observation, reward, terminated, truncated, info = env.step(action)
-        rewards.append(float(reward))
+        # A copy, since the environment may write into its action.
+        observation, reward, terminated, truncated, info = env.step(copy.deepcopy(action))
+        rewards.append(to_number(reward))
         infos.append(info)
         over = bool(terminated or truncated) or LIFE_LOST in info
     return (observation, rewards, terminated, truncated), infos

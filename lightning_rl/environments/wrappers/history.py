@@ -19,7 +19,7 @@ from lightning_rl.environments.wrappers.action_repeat import as_earned_in_traini
 from lightning_rl.environments.wrappers.transforms import RewardTransform
 from lightning_rl.masks import MAX_INTEGER_CHOICES, has_choices, num_choices
 from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths, replace_leaves
-from lightning_rl.spaces import image_layout, is_image
+from lightning_rl.spaces import image_layout, is_image, space_to_dict
 from lightning_rl.validation import ConfigurationError, check
 
 
@@ -180,6 +180,7 @@ class FlatObservations(VectorHistory):
     """Flattens each observation, nested or not, to one vector; its history is empty."""
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
+        space_to_dict(env.single_observation_space, "observation_space")  # names an unsupported part
         super().__init__(env, spaces.flatten_space(env.single_observation_space))
         self._inner = env.single_observation_space
 

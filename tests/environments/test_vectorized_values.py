@@ -1,0 +1,205 @@
+"""Values of vectorized environments are checked in the first step, and flags of any type are booleans."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from lightning_rl.environments import EnvConfig, EnvironmentFailure, EnvironmentSpec, make_environments
+
+MODES = [mode.value for mode in AutoresetMode]
+
+
+class Steps(VectorEnv):
+    """Observes (step, step, step); episode i has i + 3 steps, and the reward is 1. `change` changes values of steps."""
+
+    single_observation_space, single_action_space = spaces.Box(-100, 100, (3,), np.float32), spaces.Discrete(2)
+
+    def __init__(self, num_envs=1, mode="SameStep", change=lambda *values: values, first=lambda x: x, space=None):
+        self.num_envs, self.mode, self.change, self.first = num_envs, AutoresetMode(mode), change, first
+        self.metadata = {"autoreset_mode": self.mode}
+        self.single_observation_space = space or self.single_observation_space
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.steps, self.limits = np.zeros(num_envs, np.int64), np.arange(num_envs) + 3
+        self.ended = np.zeros(num_envs, bool)
+
+    def see(self):
+        return np.repeat(self.steps[:, None], 3, 1).astype(np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        self.steps[(options or {}).get("reset_mask", slice(None))] = 0
+        return self.first(self.see()), {}
+
+    def step(self, actions):
+        resets = self.ended if self.mode is AutoresetMode.NEXT_STEP else np.zeros(self.num_envs, bool)
+        self.steps = np.where(resets, 0, self.steps + 1)
+        ended, infos = self.steps >= self.limits, {}
+        self.ended = ended
+        if self.mode is AutoresetMode.SAME_STEP:
+            infos = {"final_obs": self.see()}
+            self.steps[ended] = 0
+        return self.change(self.see(), 1.0 - resets, ended, np.zeros_like(ended), infos)
+
+
+class TensorSteps(Steps):
+    """The same in tensors."""
+
+    def reset(self, *, seed=None, options=None):
+        mask = (options or {}).get("reset_mask")
+        observations, infos = super().reset(options={} if mask is None else {"reset_mask": mask.numpy()})
+        return torch.from_numpy(observations), infos
+
+    def step(self, actions):
+        *values, infos = super().step(actions)
+        return *map(torch.from_numpy, values), {key: torch.from_numpy(x) for key, x in infos.items()}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    for name, kind in (("Steps-v0", Steps), ("TensorSteps-v0", TensorSteps)):
+        monkeypatch.setitem(gymnasium.registry, name, EnvSpec(name, vector_entry_point=kind))
+
+
+def make(backend="native", evaluation=False, options=None, **kwargs):
+    name = "TensorSteps-v0" if backend == "torch" else "Steps-v0"
+    spec = EnvironmentSpec(name, EnvConfig(kwargs=kwargs, **(options or {})), backend, evaluation)
+    return make_environments(spec, 2, [0, 1])
+
+
+def play(backend="native", num_steps=8, **options):
+    """Return the values of each step as plain data."""
+    environments = make(backend, **options)
+    environments.reset()
+    played = []
+    for _ in range(num_steps):
+        actions = torch.zeros(2, dtype=torch.int64) if backend == "torch" else np.zeros(2, np.int64)
+        step = environments.step(actions)
+        played.append(
+            [
+                *(
+                    None if x is None else [bool(one) for one in x]
+                    for x in (step.terminated, step.truncated, step.valid)
+                ),
+                [x.tolist() for x in (step.observations, step.rewards)],
+                [(index, x.tolist()) for index, x in step.final_observations],
+            ]
+        )
+    return played
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.float32])
+@pytest.mark.parametrize("options", [{}, {"frame_stack": 2}])
+def test_flags_of_any_type_give_the_same_steps_as_booleans(mode, dtype, options):
+    def as_numbers(observations, rewards, terminated, truncated, infos):
+        return observations, rewards, terminated.astype(dtype), truncated.astype(dtype), infos
+
+    expected = play(mode=mode, options=options)
+    assert play(mode=mode, options=options, change=as_numbers) == expected
+    assert any(terminated[0] for terminated, *_ in expected)
+
+
+WRONG = [
+    (lambda o, r, *rest: (o, r[:, None], *rest), r"returned rewards of shape \(2, 1\) and dtype float64: expected one"),
+    (lambda o, r, t, *rest: (o, r, t[:1], *rest), r"returned terminated of shape \(1,\) and dtype bool: expected one"),
+    (lambda o, r, t, c, i: (o, r, t, c[:, None], i), r"returned truncated of shape \(2, 1\) and dtype bool: expected"),
+    (lambda o, *rest: (o[:, :1], *rest), r"returned an observation of shape \(2, 1\): expected \(2, 3\)"),
+    (lambda o, *rest: (o[:1], *rest), r"returned an observation of shape \(1, 3\): expected \(2, 3\)"),
+    (lambda *values: (*values[:-1], None), r"returned info None: expected a dict"),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize(("change", "message"), WRONG[:-1])
+def test_wrong_shape_in_the_first_step_is_an_error(backend, mode, change, message):
+    with pytest.raises(EnvironmentFailure, match=rf"^the environments {message}.* \(step 1, seeds 0"):
+        play(backend, 1, mode=mode, change=change)
+
+
+def test_wrong_info_in_the_first_step_is_an_error():
+    with pytest.raises(EnvironmentFailure, match=WRONG[-1][1]):
+        play(change=WRONG[-1][0], options={"previous_reward": True})
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_wrong_values_in_the_first_reset_are_errors(backend):
+    with pytest.raises(EnvironmentFailure, match=r"^the environments returned an observation of shape \(2, 1\)"):
+        make(backend, first=lambda x: x[:, :1]).reset()
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_fractions_for_integers_are_errors(backend):
+    environments = make(
+        backend, space=spaces.Box(0, 100, (3,), np.int32), change=lambda o, *rest: (o + np.float32(0.5), *rest)
+    )
+    environments.reset()
+    with pytest.raises(EnvironmentFailure, match="of float32, which changes as int32: expected int32"):
+        environments.step(torch.zeros(2, dtype=torch.int64) if backend == "torch" else np.zeros(2, np.int64))
+
+
+def test_wrong_shape_in_evaluation_of_tensors_is_an_error():
+    environments = make("torch", evaluation=True, change=WRONG[0][0])
+    environments.reset()
+    with pytest.raises(EnvironmentFailure, match=r"^the evaluation environments returned rewards of shape"):
+        environments.step(np.zeros(2, np.int64))
+
+
+@pytest.mark.parametrize("options", [{}, {"frame_stack": 2}])
+def test_missing_final_observation_is_an_error(options):
+    message = r"^the environments returned no info\['final_obs'\] at the end of an episode: expected it in SAME_STEP"
+    with pytest.raises(EnvironmentFailure, match=rf"{message} mode \(step 3, seeds 0, 1\)$"):
+        play(change=lambda *values: (*values[:-1], {}), options=options)
+
+
+def test_native_environment_that_changes_its_actions_does_not_change_previous_actions(monkeypatch):
+    def step(self, actions):
+        actions[:] = 0
+        return played(self, actions)
+
+    played = Steps.step
+    monkeypatch.setattr(Steps, "step", step)
+    environments = make(options={"previous_action": True})
+    environments.reset()
+    actions = np.array([0, 1])
+    observations = environments.step(actions).observations
+    assert observations["previous_action"].tolist() == [[1, 0], [0, 1]] and actions.tolist() == [0, 1]
+
+
+class InPlace(gymnasium.Env):
+    """Writes zeros into its actions, and returns the sum of an action as the reward."""
+
+    observation_space, action_space = spaces.Box(-9, 9, (1,), np.float32), spaces.Box(-1, 1, (2,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        reward = float(action.sum())
+        action[:] = 0
+        return np.zeros(1, np.float32), reward, False, False, {}
+
+
+@pytest.mark.parametrize(
+    ("options", "reward"), [({}, 1.0), ({"action_repeat": 3}, 3.0), ({"learned_action_repeat": 3}, 2.0)]
+)
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_environment_that_changes_its_action_does_not_change_previous_or_repeated_actions(
+    backend, options, reward, monkeypatch
+):
+    monkeypatch.setitem(gymnasium.registry, "InPlace-v0", EnvSpec("InPlace-v0", InPlace))
+    spec = EnvironmentSpec("InPlace-v0", EnvConfig(previous_action=True, **options), backend)
+    environments = make_environments(spec, 2, [0, 1])
+    environments.reset()
+    given = np.full((2, 2), 0.5, np.float32)
+    learned = "learned_action_repeat" in options
+    step = environments.step({"action": given, "repeat": np.array([2, 2])} if learned else given)
+    environments.close()
+    seen = step.observations["previous_action"]
+    assert (seen["action"] if learned else seen).tolist() == given.tolist() == [[0.5, 0.5]] * 2
+    assert step.rewards.tolist() == [reward] * 2
