@@ -151,7 +151,7 @@ def gpu(results: Path = RESULTS) -> str:
         minibatch = f"minibatch of {parts.pop('minibatch_rows'):,.0f}"
         for name, value in parts.items():
             rows.append([f"{size}, {minibatch}: {name.replace('_', ' ')}", f"{value:,.1f} µs", where, commit])
-        for name, training in found["training"].items():
+        for name, training in found.get("training", {}).items():
             times = f"rollout {training['rollout_milliseconds']} ms, update {training['update_milliseconds']} ms"
             rate = f"**{training['steps_per_second']:,}** steps a second"
             rows.append([f"{size}: training, {name}", f"{rate}; {times}", where, commit])
