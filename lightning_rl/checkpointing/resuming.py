@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -58,6 +60,7 @@ def take_over(checkpoint: dict[str, Any], module: Any) -> None:  # noqa: ANN401 
     for sentence in changes(checkpoint, module):
         rank_zero_info(sentence)
     adopt_settings(checkpoint, module)
+    _follow_moved_folder(checkpoint.get("callbacks", {}), trainer)
     if module.acting_copies:  # `ModelParallelStrategy` has already loaded the optimizers
         for stored, optimizer in zip(checkpoint["optimizer_states"], trainer.optimizers, strict=False):
             for group, settings in zip(optimizer.param_groups, stored["param_groups"], strict=True):
@@ -65,6 +68,18 @@ def take_over(checkpoint: dict[str, Any], module: Any) -> None:  # noqa: ANN401 
     module.skipped_updates = state["skipped_updates"]
     clock.env_steps_before_epochs, clock.epoch_size = state["env_steps_before_epochs"], state["epoch_size"]
     module.restored = {name: state[name] for name in ("ranks", "planned_env_steps")}
+
+
+def _follow_moved_folder(states: Mapping[str, dict[str, Any]], trainer: Trainer) -> None:
+    """Change the paths of saved checkpoints if their folder was moved or copied; Lightning would drop their scores."""
+    for callback in trainer.checkpoint_callbacks:
+        state = states.get(callback.state_key, {})
+        old, new = state.get("dirpath"), getattr(callback, "dirpath", None)
+        if not old or not new or old == new or not os.path.samefile(Path(str(trainer.ckpt_path)).parent, new):
+            continue
+        for name in ("dirpath", "best_model_path", "kth_best_model_path", "last_model_path"):
+            state[name] = state[name].replace(old, new)
+        state["best_k_models"] = {path.replace(old, new): score for path, score in state["best_k_models"].items()}
 
 
 def check_fits(checkpoint: Mapping[str, Any], module: Any) -> None:  # noqa: ANN401 - an algorithm

@@ -122,6 +122,9 @@ class OnPolicyCLI(LightningCLI):
         seed, data, algorithm = config.seed_everything, config.data, config.model.class_path.rpartition(".")[2]
         check(isinstance(seed, bool) or 0 <= seed < 2**32, "seed_everything", seed, "an integer from 0 to 2^32 - 1")
         check(config.trainer is not None, "trainer", None, "a dict of its options")
+        for option, other in (("init_parts", "init_from"), ("record_as", "record")):
+            given = config.get(option)
+            check(given is None or config.get(other) is not None, option, given, f"null, or {other} beside it")
         data = data.init_args if self.subclass_mode_data else data
         for group in default_groups(RolloutDataModule):
             check(group not in data or data[group] is not None, f"data.{group}", None, "a dict of its options")

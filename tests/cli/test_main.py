@@ -644,6 +644,7 @@ def test_a_missing_info_key_is_one_warning():
         (["--data.env.atari.frame_skip=2"], "env.atari=.* expected its default, since CartPole-v1 is no Atari game"),
         (["--max_env_steps=1.5"], "max_env_steps=1.5 is not valid: expected an integer of at least 1"),
         (["--max_env_steps=0"], "max_env_steps=0 is not valid: expected an integer of at least 1"),
+        (["--init_parts=policy"], "init_parts='policy' is not valid: expected null, or init_from beside it"),
         (["--num_threads=0"], "num_threads=0 is not valid: expected an integer of at least 1"),
         (
             ["--ckpt_path=nowhere.ckpt"],
@@ -689,6 +690,11 @@ def test_a_missing_info_key_is_one_warning():
 def test_a_bad_setting_is_one_message_and_status_1_and_leaves_no_run_folder(capsys, arguments, message):
     assert re.match(message, refused(capsys, "fit", *SMALL, *arguments))
     assert not Path("runs").exists()
+
+
+def test_a_format_of_recordings_without_a_folder_is_refused(capsys):
+    message = "record_as='video' is not valid: expected null, or record beside it"
+    assert message in refused(capsys, "predict", *SMALL, "--record_as=video")
 
 
 @pytest.mark.parametrize(

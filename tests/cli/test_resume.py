@@ -3,6 +3,7 @@
 import errno
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -319,6 +320,21 @@ def test_an_interrupted_run_says_how_to_go_on():
     assert done.stdout.splitlines()[-1] == how
     assert "Traceback" not in done.stderr
     assert stored()["lightning_rl"]["env_steps"] == 64
+
+
+def test_a_copied_run_keeps_the_score_of_its_best_checkpoint():
+    main(["fit", *SMALL, "--max_env_steps=64"])
+    (best,) = RUN.glob("checkpoints/best*")
+    score = torch.load(best, weights_only=True)["callbacks"]
+    copy = Path("elsewhere")
+    shutil.copytree(RUN, copy)
+    cli = main(["fit", *SMALL, "--max_env_steps=65", f"--ckpt_path={copy}/checkpoints/last.ckpt"])
+    saver = cli.trainer.checkpoint_callback
+    (state,) = [x for x in score.values() if x.get("monitor") == "val/episode_return"]
+    (kept,) = copy.glob("checkpoints/best*")
+    assert max(saver.best_k_models.values()) >= state["best_model_score"]
+    assert saver.best_model_path == str(kept.resolve())
+    assert best.exists()
 
 
 def test_test_takes_the_best_checkpoint_of_the_newest_run():
