@@ -75,10 +75,7 @@ class NativeCartPole(VectorWrapper):
 
 # No type arguments: VectorWrapper takes none before Gymnasium 1.4.
 class CheckedArrays(VectorWrapper):
-    """Checks shapes and types of the first values of a vectorized environment, and returns boolean flags.
-
-    The environment gets copies of the actions, since it may write into them.
-    """
+    """Checks the first values of a vectorized environment, returns boolean flags, and passes copies of the actions."""
 
     def __init__(self, env: Any) -> None:  # noqa: ANN401
         super().__init__(env)
@@ -92,6 +89,7 @@ class CheckedArrays(VectorWrapper):
         return observations, infos
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
+        # Copies, since an environment may write into its action.
         observations, rewards, terminated, truncated, infos = self.env.step(map_leaves(np.copy, actions))
         if not self._is_checked:
             check_values(self.env, observations, infos, rewards=rewards, terminated=terminated, truncated=truncated)
@@ -116,10 +114,9 @@ def check_values(env: Any, observations: Nested, infos: Any, **rows: Any) -> Non
 class EnvironmentServer:
     """Answers the messages of an `EnvironmentPool` to one of its environments, in the environment's process.
 
-    The step that ends an episode also resets the environment.
-
-    The messages are `("step", action)`, `("reset" or "next_episode", keyword arguments)` and `("call", name, arguments,
-    keyword arguments)`. Observations are written into row `index` of `observations`, `[B, ...]`.
+    The step that ends an episode also resets the environment. The messages are `("step", action)`, `("reset" or
+    "next_episode", keyword arguments)` and `("call", name, arguments, keyword arguments)`. Observations are written
+    into row `index` of `observations`, `[B, ...]`.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], index: int, observations: Nested) -> None:

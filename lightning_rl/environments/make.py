@@ -21,7 +21,7 @@ from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing, VectorGameScore
 from lightning_rl.environments.batch import CheckedArrays, EnvironmentBatch, LocalVectorEnv, NativeCartPole
-from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, role_prefix, summary
+from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, role_prefix, summary
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.environments.registry import (
     check_envpool,
@@ -191,6 +191,8 @@ def explained(spec: EnvironmentSpec, gym_spec: EnvSpec | None = None) -> Iterato
             ) from error
         raise missing_package(gym_spec, error) from error
     except (Exception, SystemExit) as error:
+        if not is_failure(error):  # but the end of the program
+            raise
         raise ConfigurationError(
             f"env_id={spec.env_id!r} cannot be made with env.kwargs={spec.env.kwargs!r}: "
             f"{summary(error)}{_place(error)}{working_versions(error)}{_similar_argument(error, gym_spec)}"
@@ -318,5 +320,11 @@ def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple
 
 def _wrapped(env: Any, wrappers: tuple[ClassSpec, ...]) -> Any:  # noqa: ANN401 - a single or a vector environment
     for wrapper in wrappers:
-        env = instantiate("env.wrappers", wrapper, WRAPPERS, env)
+        try:
+            env = instantiate("env.wrappers", wrapper, WRAPPERS, env)
+        except SystemExit as error:
+            if not is_failure(error):  # but the end of the program
+                raise
+            what = f"{wrapper['class_path']} refused the arguments {wrapper['init_args']}"
+            raise ConfigurationError(f"env.wrappers: {what}: {summary(error)}") from error
     return env

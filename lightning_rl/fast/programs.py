@@ -32,8 +32,6 @@ class ComputedLoss(NamedTuple):
     """The attributes of a `Loss` that a gradient step reads, without an autograd graph.
 
     Attributes:
-        recorded: Recorded numbers.
-        total: The loss, a scalar.
         terms: The weighted terms of the loss, a list or `[M]`.
         first_log_ratios: Logarithms of the importance ratios, `[N]`.
         limits: Maximum of recorded values, by name.
@@ -56,18 +54,15 @@ class Graph:
     """A captured loss: a function of tensors without side effects on Python objects.
 
     Attributes:
-        module: The operations.
         inputs: Inputs of the last call: tensors, and dynamic sizes.
         sizes: For each input that is a size: the input tensor and the dimension with this size.
         dynamic_dims: Input tensors, by position, with their dynamic dimensions.
-        outputs: Outputs of the last call.
         total: Position of the loss among the outputs.
         has_side_effects: Whether the loss also stores outputs in attributes.
         gradient: Gradient of the graph; None before `understand`.
         places: Inputs that come from the minibatch, with their position among its leaves. Empty if the origin of an
             input is unknown; None before the first call.
         layouts: Layout of the minibatches that passed the guards, by number of rows.
-        programs: Compiled programs of the graph.
     """
 
     total: int
@@ -286,16 +281,12 @@ def recorded(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
 
 
 class Replay:
-    """Runs a compiled program on a GPU as a CUDA graph, which the host starts at once instead of kernel by kernel.
+    """Runs a program on a GPU as a CUDA graph, which the host starts at once instead of kernel by kernel.
 
     A CUDA graph reads and writes fixed memory, so the inputs that differ between calls are copied to where they were
     when it was recorded. There is one graph for each shape of these inputs and each place of the others. The first such
-    call runs the program itself, which may still choose its kernels.
-
-    Args:
-        program: Function of nested tuples of tensors. It returns two nested tuples: results that the next call may
-            overwrite, and results to keep.
-        device: Device of the tensors; on another one than a GPU, the program runs as it is.
+    call runs the program itself, which may still choose its kernels. `program` takes nested tuples of tensors, and
+    returns two: results that the next call may overwrite, and results to keep. On other devices it runs as it is.
     """
 
     device_type = "cuda"
@@ -360,13 +351,7 @@ class GradientProgram:
 
 
 class StepState(NamedTuple):
-    """Conditions of a step, as scalars on the device.
-
-    Attributes:
-        is_open: Whether the updates from this rollout have not been stopped.
-        finite: Whether every loss and gradient so far was finite.
-        num_updates: Number of updates so far.
-    """
+    """The flags and the count of `UpdateRecord` before or after a step, as scalars on the device."""
 
     is_open: Tensor
     finite: Tensor
