@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,7 @@ def _follow_moved_folder(states: Mapping[str, dict[str, Any]], trainer: Trainer)
     for callback in trainer.checkpoint_callbacks:
         state = states.get(callback.state_key, {})
         old, new = state.get("dirpath"), getattr(callback, "dirpath", None)
-        if not old or not new or old == new or not os.path.samefile(Path(str(trainer.ckpt_path)).parent, new):
+        if not old or not new or old == new or Path(str(trainer.ckpt_path)).parent.resolve() != Path(new).resolve():
             continue
         for name in ("dirpath", "best_model_path", "kth_best_model_path", "last_model_path"):
             state[name] = state[name].replace(old, new)
