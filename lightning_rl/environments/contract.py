@@ -48,18 +48,24 @@ def to_tensors(value: Any, name: str) -> Any:  # noqa: ANN401
     Other values raise a `ConfigurationError` with their place in `value`, which is called `name`.
     """
     if isinstance(value, dict):
-        keys = [key.item() if isinstance(key, np.generic) else key for key in value]
-        return {key: to_tensors(x, f"{name}.{key}") for key, x in zip(keys, value.values(), strict=True)}
+        return {_to_key(key, name): to_tensors(x, f"{name}.{key}") for key, x in value.items()}
     if type(value) in (list, tuple, set):
         return type(value)(to_tensors(x, name) for x in value)
     if isinstance(value, np.ndarray | np.generic):
-        with contextlib.suppress(TypeError):  # text and objects have no tensor
+        with contextlib.suppress(TypeError, ValueError):  # text, objects and foreign byte orders have no tensor
             return torch.from_numpy(np.array(value))
     if isinstance(value, torch.Tensor):
         return {_TENSOR: value.detach().clone()}
     expected = "numbers, strings, arrays, tensors, or lists, tuples, sets or dicts of them, which checkpoints can hold"
     check(value is None or type(value) in (bool, int, float, complex, str, bytes), name, value, expected)
     return value
+
+
+def _to_key(key: Any, name: str) -> Any:  # noqa: ANN401
+    """Return a key with Python numbers in place of NumPy's, since a tensor would be another key after loading."""
+    if type(key) is tuple:
+        return tuple(_to_key(x, name) for x in key)
+    return to_tensors(key.item() if isinstance(key, np.generic) else key, f"key of {name}")
 
 
 def to_arrays(value: Any) -> Any:  # noqa: ANN401

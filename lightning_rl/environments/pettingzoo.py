@@ -78,7 +78,10 @@ class ParallelEnvVector(VectorEnv):
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._joint_action_space = batch_space(self.single_action_space, num_agents)
         self.copies = [first, *(make() for _ in range(num_envs // num_agents - 1))]
-        self._zeros = map_space(lambda leaf: np.zeros(leaf.shape or (), leaf.dtype), self.single_observation_space)
+        # The smallest values of discrete spaces, which may not contain 0.
+        self._zeros = map_space(
+            lambda leaf: np.full(leaf.shape or (), getattr(leaf, "start", 0), leaf.dtype), self.single_observation_space
+        )
         self._observations: Any = create_empty_array(self.single_observation_space, num_envs)
         self._rows: list[Nested] = [self._zeros] * num_envs
         self._seed, self._episodes = 0, [-1] * len(self.copies)

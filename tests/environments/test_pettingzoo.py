@@ -315,3 +315,22 @@ def test_idle_rows_are_not_learned_from():
     rollout = collect(**RELAY, length=6, policy=Told(value=1.0), num_envs=2)
     assert torch.equal(rollout.next_values[1], torch.tensor([0.0, 1.0]))
     assert len(rollout.flatten()) == 10
+
+
+class Numbered(Relay):
+    """Agents see numbers from 1 on."""
+
+    def observation_space(self, agent):
+        return spaces.Dict(one=spaces.Discrete(9, start=1), two=spaces.MultiDiscrete([9, 9], start=[1, 2]))
+
+    def see(self, agent):
+        return {"one": self.steps + 1, "two": np.full(2, self.steps + 2)}
+
+
+def test_agents_that_leave_early_may_see_numbers_from_one_on(monkeypatch):
+    monkeypatch.setattr("tests.environments.test_pettingzoo.Relay", Numbered)
+    data = make_data("PettingZoo/tests.environments.test_pettingzoo", backend="native", num_envs=2, rollout_length=4)
+    model = make_model(data)
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(model, data)
+    trainer.validate(model, data, verbose=False)
