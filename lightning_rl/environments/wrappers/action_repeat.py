@@ -120,7 +120,7 @@ def _repeat(
     while len(infos) < times and not over:
         # A copy, since the environment may write into its action.
         observation, reward, terminated, truncated, info = env.step(copy.deepcopy(action))
-        rewards.append(to_number(reward))
+        rewards.append(reward if type(reward) is float else to_number(reward))
         infos.append(info)
         over = bool(terminated or truncated) or LIFE_LOST in info
     return (observation, rewards, terminated, truncated), infos
