@@ -305,7 +305,7 @@ def learn_alone(option: str, precision: str) -> tuple[dict[str, Any], list[list[
 def learn_as_rank(option: str, precision: str, rollouts: list[Rollout]) -> dict[str, Any]:
     """What a rank learns from its halves."""
     model = fixed_model(option, precision)
-    with patch.object(fast.programs, "compiled", lambda function, *_: function):  # compiling takes seconds
+    with patch.object(fast.programs, "Compiled", lambda function, *_: function):  # compiling takes seconds
         learned = learn(model, FixedRollouts(rollouts, model), precision, devices=2, strategy="ddp")
     assert isinstance(model.steps.engine, fast.CompiledEngine) == (option == "compiled")
     return learned

@@ -36,7 +36,7 @@ def test_nested_paths_keeps_keys_with_dots_apart():
 def test_single_leaf_is_nested_data():
     leaf = torch.ones(2)
     assert torch.equal(map_leaves(lambda x, y: x + y, leaf, leaf), 2 * leaf)
-    assert list(leaves(leaf)) == [leaf] and first_leaf(leaf) is leaf
+    assert leaves(leaf) == [leaf] and first_leaf(leaf) is leaf
 
 
 def test_map_stacked_stacks_leaves():

@@ -294,7 +294,7 @@ class CompiledEngine(FastEngine):
         binding = self._binding
         if binding is None or signature is None or binding.signature != signature:
             return None
-        found = [*leaves(batch.fields)]
+        found = leaves(batch.fields)
         if binding.graph.layouts.get(len(found[0])) != _layout(found):
             return None
         if not all(map(operator.is_, self._attributes(), binding.attributes)):
@@ -308,7 +308,7 @@ class CompiledEngine(FastEngine):
         """Skip the guards for further minibatches if the origin of each input of the graph is known."""
         if signature is None or graph.has_side_effects:
             return
-        found = [*leaves(batch.fields)]
+        found = leaves(batch.fields)
         if graph.places is None:
             of_batch = {id(x): k for k, x in enumerate(found)}
             model = self._model

@@ -161,7 +161,8 @@ class Vectors:
         for parameter, view, gradient in zip(self.parameters, values, self._gradients, strict=True):
             parameter.data, parameter.grad = view, gradient
         self._places = [parameter.data_ptr() for parameter in self.parameters]
-        self._rate, self._rate_tensor = -1.0, torch.zeros((), dtype=torch.float64, device=first.device)
+        # Not a scalar, which PyTorch's compiler takes for a number first, and then starts again.
+        self._rate, self._rate_tensor = -1.0, torch.zeros(1, dtype=torch.float64, device=first.device)
 
     def places(self) -> list[tuple[nn.Parameter, tuple[int, int, torch.Size]]]:
         """Return each parameter with its offset in the vector, its size and its shape."""

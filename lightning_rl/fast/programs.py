@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import mark_dynamic, maybe_mark_dynamic  # documented by PyTorch despite the private module
+from torch._dynamo import lookup_backend, mark_dynamic, maybe_mark_dynamic  # documented despite the private module
 from torch.fx import GraphModule
 from torch.nn.functional import pad
 
 from lightning_rl.distributed import world_size
 from lightning_rl.fast.flat_adam import Vectors
-from lightning_rl.nested import leaves, map_leaves
+from lightning_rl.nested import Nested, leaves, map_leaves
 from lightning_rl.rollouts.batch import Batch
 
 # More graphs of one loss mean that a value in it changes with every rollout.
@@ -93,20 +93,10 @@ class Graph:
 
     def understand(self, loss: ComputedLoss) -> None:
         """Store which outputs are the parts of the last call's loss, or raise a `ValueError` if one is missing."""
-        places = {id(x): ("inputs", k) for k, x in enumerate(self.inputs)}
-        places |= {id(x): ("outputs", k) for k, x in enumerate(self.outputs)}
-
-        def place(x: Any) -> list[Any]:  # noqa: ANN401
-            if not isinstance(x, Tensor):
-                return ["value", x]
-            if id(x) not in places:
-                raise ValueError("a part of the loss is not computed by the graph")
-            return [*places[id(x)]]
-
-        self._template = map_leaves(place, loss)
+        self._template = origins(loss, self.inputs, self.outputs)
         used = {which for kind, which in leaves(self._template) if kind == "outputs"}
         self.has_side_effects = used != set(range(len(self.outputs)))
-        kind, self.total = place(loss.total)
+        kind, self.total = self._template[ComputedLoss._fields.index("total")]
         if kind != "outputs":
             raise ValueError("the loss does not depend on the parameters")
 
@@ -116,14 +106,37 @@ class Graph:
 
     def loss(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> ComputedLoss:
         """Return the loss, given inputs and outputs of the graph."""
+        return ComputedLoss(*filled(self._template, inputs, outputs))
 
-        def filled(entry: list[Any]) -> Any:  # noqa: ANN401
-            kind, which = entry
-            if kind == "value":
-                return which
-            return outputs[which] if kind == "outputs" else inputs[which]
 
-        return ComputedLoss(*map_leaves(filled, self._template))
+def origins(results: Nested, inputs: Sequence[Any], outputs: Sequence[Any]) -> Nested:
+    """Return for each leaf of `results` where it comes from: `["inputs" or "outputs", index]`, or `["value", number]`.
+
+    A tensor from elsewhere raises a `ValueError`.
+    """
+    places = {id(x): ["inputs", k] for k, x in enumerate(inputs)}
+    places |= {id(x): ["outputs", k] for k, x in enumerate(outputs)}
+
+    def origin(x: Any) -> list[Any]:  # noqa: ANN401
+        if not isinstance(x, Tensor):
+            return ["value", x]
+        if id(x) not in places:
+            raise ValueError("a part of the loss is not computed by the graph")
+        return places[id(x)]
+
+    return map_leaves(origin, results)
+
+
+def filled(template: Nested, inputs: Sequence[Any], outputs: Sequence[Any]) -> Nested:
+    """Return `results` for other inputs and outputs, given their `origins`."""
+
+    def value(origin: list[Any]) -> Any:  # noqa: ANN401
+        kind, which = origin
+        if kind == "value":
+            return which
+        return outputs[which] if kind == "outputs" else inputs[which]
+
+    return map_leaves(value, template)
 
 
 class QuickTanh(torch.autograd.Function):
@@ -261,15 +274,51 @@ class Gradient:
         return tuple(inputs[k] for k in self._other_places)
 
 
-def compiled(function: Callable[..., Any], graph: Graph, device: torch.device) -> Callable[..., Any]:
-    """Return a compiled function without guards, which the graph has; call it first with the graph's current inputs."""
-    for k, dim in graph.dynamic_dims:
-        mark_dynamic(graph.inputs[k], dim)
-    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    if device.type == "cpu":
-        options["cpp_wrapper"] = True
-    # Only the marked sizes: otherwise numbers that differ from those of an earlier program become inputs.
-    return torch.compile(fresh(function), fullgraph=True, dynamic=False, options=options)
+class Compiled:
+    """A function of nested tuples of tensors, compiled when it is called first, with the current inputs of `graph`.
+
+    There are no guards, which the graph has: further calls run the compiled code itself, without PyTorch's search for
+    the code that fits, which takes a tenth of a small step.
+    """
+
+    def __init__(self, function: Callable[..., Any], graph: Graph, device: torch.device) -> None:
+        for k, dim in graph.dynamic_dims:
+            mark_dynamic(graph.inputs[k], dim)
+        self._options = {"cpp_wrapper": True} if device.type == "cpu" else {}
+        # Only the marked sizes: otherwise numbers that differ from those of an earlier program become inputs.
+        self._first = torch.compile(fresh(function), backend=self._made, fullgraph=True, dynamic=False)
+        self._code: Callable[..., Sequence[Tensor]] | None = None
+        # The place of each input among the given tensors, with the dimension of which it is the size.
+        self._places: list[tuple[int, int | None]] = []
+        self._template: Nested = None
+
+    def __call__(self, *given: Any) -> Any:  # noqa: ANN401 - nested tuples
+        if self._code is None:
+            return self._called_first(*given)
+        found = leaves(given)
+        outputs = self._code(*[found[k] if dim is None else found[k].shape[dim] for k, dim in self._places])
+        return filled(self._template, found, outputs)
+
+    def _called_first(self, *given: Any) -> Any:  # noqa: ANN401
+        results, found = self._first(*given), leaves(given)
+        index = {id(x): k for k, x in enumerate(found)}
+        sizes, _ = _dynamic_sizes(self._module)
+        tensors = [sizes.get(k, (k, None)) for k in range(len(self._inputs))]
+        self._places = [(index[id(self._inputs[k])], dim) for k, dim in tensors]
+        self._template = origins(results, found, self._outputs)
+        del self._module, self._inputs, self._outputs
+        return results
+
+    def _made(self, module: GraphModule, examples: Sequence[Any]) -> Callable[..., Sequence[Tensor]]:
+        self._module = module
+        self._code = cast(Any, lookup_backend("inductor"))(module, list(examples), config_patches=self._options)
+
+        def code(*inputs: Any) -> Sequence[Tensor]:  # noqa: ANN401
+            assert self._code is not None
+            self._inputs, self._outputs = inputs, self._code(*inputs)
+            return self._outputs
+
+        return code
 
 
 def recorded(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
@@ -301,7 +350,7 @@ class Replay:
         moves = {id(x) for x in moving} if self._replays else None
         if not moves:
             return self._program(*inputs)
-        found = [*leaves(inputs)]
+        found = leaves(inputs)
         key = tuple((x.shape, x.stride(), x.dtype) if id(x) in moves else x.data_ptr() for x in found)
         if key not in self._recordings:
             if len(self._recordings) < _MOST_GRAPHS:
@@ -338,7 +387,7 @@ class GradientProgram:
 
         self._graph, self._gradient = graph, gradient
         device = gradient.parameters[0].device
-        self._program = Replay(compiled(program, graph, device), device)
+        self._program = Replay(Compiled(program, graph, device), device)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute `known_loss`, and return the outputs of the graph."""
@@ -428,7 +477,7 @@ class StepProgram:
             return (), (recorded, (is_open, finite, num_updates + is_open), tuple(kept))
 
         device = gradient.parameters[0].device
-        self._program = Replay(compiled(program, graph, device), device)
+        self._program = Replay(Compiled(program, graph, device), device)
 
     def use(self, groups: Sequence[Vectors]) -> None:
         """Take the next steps on these vectors."""

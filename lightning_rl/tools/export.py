@@ -196,7 +196,7 @@ def save_onnx(
     dtype = next(policy.parameters()).dtype
     if dtype not in (torch.float32, torch.float64):
         raise ConfigurationError(f"format='onnx': the policy is in {dtype}: expected float32 or float64")
-    feed_names, names = list(leaves(inputs)), list(leaves(outputs))
+    feed_names, names = leaves(inputs), leaves(outputs)
     try:
         with _quietly():
             model: Any = torch.onnx.export(

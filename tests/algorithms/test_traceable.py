@@ -57,7 +57,7 @@ def learned(case: str, fast_paths: str) -> OnPolicyAlgorithm:
 def test_losses_are_captured_as_one_graph_and_learned_with_the_same_numbers(case, monkeypatch):
     """Capture like the compiler, but run the graph without one."""
     torch.compiler.reset()
-    monkeypatch.setattr(fast.programs, "compiled", lambda function, *_: function)
+    monkeypatch.setattr(fast.programs, "Compiled", lambda function, *_: function)
     compiled, expected = learned(case, "compiled"), learned(case, "none")
     engine: Any = compiled.steps.engine
     assert isinstance(engine, fast.CompiledEngine) and engine.captures and not engine.failed

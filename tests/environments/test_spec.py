@@ -15,7 +15,7 @@ from lightning_rl.environments import AtariPreprocessing, EnvConfig, Environment
 from lightning_rl.environments.make import make_single
 from lightning_rl.environments.registry import find_spec
 from lightning_rl.environments.wrappers.transforms import make_reward_transform
-from lightning_rl.nested import leaves, map_leaves
+from lightning_rl.nested import first_leaf, leaves, map_leaves
 from lightning_rl.policies.actor_critic import PolicyOutput
 from lightning_rl.spaces import is_image
 from lightning_rl.validation import ConfigurationError
@@ -46,7 +46,7 @@ class Still:
         return self.value(observations)
 
     def value(self, observations):
-        first = next(leaves(observations))
+        first = first_leaf(observations)
         return torch.zeros(first.shape[: first.dim() - self.event_dims])
 
 

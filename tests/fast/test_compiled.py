@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {"policy": {"hidden_sizes": (8,)}, "num_epochs": 2, "num
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run programs without compiling them, which takes seconds."""
     torch.compiler.reset()
-    monkeypatch.setattr(fast.programs, "compiled", lambda function, *_: function)
+    monkeypatch.setattr(fast.programs, "Compiled", lambda function, *_: function)
 
 
 def learn(
@@ -252,7 +252,7 @@ def test_program_that_cannot_be_compiled_falls_back_to_autograd(monkeypatch, cap
     def fail(*args: Any) -> None:
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(fast.programs, "compiled", lambda *_: fail)
+    monkeypatch.setattr(fast.programs, "Compiled", lambda *_: fail)
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         model = learn(rollouts=range(1))
     (line,) = lines(caplog, "cannot be compiled")

@@ -144,7 +144,7 @@ def test_histograms_are_logged_after_the_first_and_the_last_epoch(tmp_path):
 @pytest.mark.parametrize("fast_paths", ["auto", "compiled", "none"])
 def test_gradient_norms_of_parameters_are_logged_in_any_logger(fast_paths, monkeypatch):
     """Before clipping: their squares add up to the square of the global norm."""
-    monkeypatch.setattr(fast.programs, "compiled", lambda function, *_: function)  # programs run, without compiling
+    monkeypatch.setattr(fast.programs, "Compiled", lambda function, *_: function)  # programs run, without compiling
     torch.manual_seed(0)
     options = {"num_epochs": 1, "num_minibatches": 1, "optimizer": {"max_grad_norm": 1e-3}}
     debug = {"gradient_norms": True, "fast_paths": fast_paths}

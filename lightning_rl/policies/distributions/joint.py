@@ -134,7 +134,7 @@ class Autoregressive(Categorical):
             product = x * self.strides[place]
             return product.sum(-1) if isinstance(place, list) else product
 
-        terms = list(leaves(map_leaves(term, self.places, action)))
+        terms = leaves(map_leaves(term, self.places, action))
         return super().log_prob(torch.stack(terms).sum(0))
 
     def with_parameters(self, parameters: Tensor) -> Autoregressive:
