@@ -193,7 +193,7 @@ def test_last_falls_back_to_the_newest_intact_checkpoint_and_leaves_the_damaged_
     for name in ("last", "step=160"):
         flip_a_bit(RUN / f"checkpoints/{name}.ckpt", "data/0")
     before, newest = files(RUN), f"{RUN}/checkpoints/step=128.ckpt"
-    with pytest.warns(UserWarning, match=f"last.ckpt' is damaged .*; using '{newest}' instead, the newest intact che"):
+    with pytest.warns(UserWarning, match=f"last.ckpt' is damaged .*; using '{newest}' instead, the last intact che"):
         cli = main(["fit", *SMALL, "--max_env_steps=192", "--ckpt_path=last"])
     assert f"Resuming from {newest}, at 128 environment steps in a NEW run folder\n" in capfd.readouterr().out
     assert (cli.run_dir, cli.model.env_steps) == (RUN.parent / "version_1", 192)
