@@ -744,9 +744,28 @@ def test_resuming_without_the_state_of_the_run_is_refused(tmp_path):
         make_trainer(max_epochs=2).fit(again, make_data(), ckpt_path=path)
 
 
-def test_misspelled_monitor_of_a_validation_gives_a_warning(tmp_path):
+@pytest.mark.parametrize("kind", [ModelCheckpoint, EnvStepCheckpoint, EarlyStopping])
+def test_misspelled_monitor_of_a_validation_is_refused_before_training(tmp_path, kind):
+    given = {ModelCheckpoint: (tmp_path,), EnvStepCheckpoint: (64, tmp_path), EarlyStopping: ()}[kind]
+    for monitor, expected in [
+        ("val/epsiode_length", "expected val/episode_length$"),
+        ("val/score", "expected val.* or val/episodes$"),
+    ]:
+        data, best = make_data(), kind(*given, monitor=monitor, mode="max")
+        model, trainer = make_model(data), make_trainer(callbacks=[best], enable_checkpointing=True)
+        with pytest.raises(ConfigurationError, match=f"{kind.__name__}.monitor='{monitor}' is not valid: {expected}"):
+            trainer.fit(model, data)
+        assert model.env_steps == 0
+
+
+def test_monitor_of_a_value_that_a_callback_may_log_gives_a_warning(tmp_path):
+    class LogsMore(Callback):
+        def on_validation_end(self, trainer: Trainer, pl_module: PPO) -> None:
+            trainer.callback_metrics["val/episode_lengths"] = torch.tensor(1.0)
+
     data = make_data()
-    best = ModelCheckpoint(tmp_path, monitor="val/epsiode_length")
-    trainer = make_trainer(callbacks=[best], enable_checkpointing=True)
+    best = ModelCheckpoint(tmp_path, monitor="val/episode_lengths")
+    trainer = make_trainer(callbacks=[LogsMore(), best], enable_checkpointing=True, limit_val_batches=1)
     with pytest.warns(UserWarning, match="did you mean 'val/episode_length'"):
         trainer.fit(make_model(data), data)
+    assert best.best_model_score == 1
