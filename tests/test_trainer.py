@@ -769,3 +769,10 @@ def test_monitor_of_a_value_that_a_callback_may_log_gives_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="did you mean 'val/episode_length'"):
         trainer.fit(make_model(data), data)
     assert best.best_model_score == 1
+
+
+def test_early_stopping_on_a_return_waits_for_the_first_episode():
+    data, stopping = make_data("Pendulum-v1"), EarlyStopping("rollout/episode_return", mode="max", patience=3)
+    model = make_model(data)
+    make_trainer(callbacks=[stopping], max_epochs=20).fit(model, data)  # episodes of 200 steps, epochs of 32
+    assert model.env_steps > 400 and torch.isfinite(stopping.best_score)

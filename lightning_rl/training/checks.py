@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LambdaCallback, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    LambdaCallback,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -153,8 +159,9 @@ def refuse_automatic_optimization(trainer: Trainer) -> None:
     check(accumulated == 1, "trainer.accumulate_grad_batches", accumulated, expected)
 
 
-_EVALUATED = [f"val/episode_{name}{kind}" for name in ("return", "length") for kind in ("", "_min", "_max")]
-_EVALUATED += ["val/episodes"]
+_OF_EPISODES = [f"episode_{name}{kind}" for name in ("return", "length") for kind in ("", "_min", "_max")]
+_COLLECTED = [f"rollout/{name}" for name in _OF_EPISODES]
+_EVALUATED = [f"val/{name}" for name in (*_OF_EPISODES, "episodes")]
 _EVERY = re.compile(r"'every_n_train_steps': ([2-9]|\d{2,})")
 
 
@@ -185,6 +192,8 @@ def check_callbacks(trainer: Trainer, model: Any) -> None:  # noqa: ANN401 - an 
             check(not known, f"{field}.monitor", monitor, " or ".join(near or _EVALUATED))
             if near:
                 rank_zero_warn(f"{type(callback).__name__}: monitor={monitor!r}; did you mean {near[0]!r}?")
+        if monitor in _COLLECTED and isinstance(callback, EarlyStopping):
+            callback.strict = False  # it waits for the first episode, which may end in a later epoch
         expected = f"'max', since larger values of {monitor} are better"
         check(mode == "max" or not is_return, f"{field}.mode", mode, expected)
         validates = trainer.limit_val_batches != 0 or not monitor.startswith("val/episode")
