@@ -294,6 +294,16 @@ def test_each_start_keeps_its_configuration_and_plot_says_that_a_run_changed(cap
     assert capsys.readouterr().err.splitlines() == [warning]
 
 
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_a_checkpoint_without_a_configuration_names_the_one_of_its_run(capsys, command):
+    main(["fit", *SMALL, "--max_env_steps=32"])
+    with pytest.raises(SystemExit):
+        main([command, f"--ckpt_path={RUN}/checkpoints/last.ckpt"])
+    assert (
+        f"model and data.env_id required: expected for example --config {RUN}/config.yaml\n" in capsys.readouterr().err
+    )
+
+
 def test_a_run_goes_on_from_its_saved_configuration_alone():
     main(["fit", *SMALL, "--max_env_steps=64"])
     main(["fit", "--config", f"{RUN}/config.yaml", "--max_env_steps=128", "--ckpt_path=last"])
