@@ -6,8 +6,9 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from inspect import Parameter
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
@@ -257,6 +258,13 @@ def settings(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
             name = "" if option in ("-c", "--config") else option.removeprefix("--").rstrip("+")
             name = ".".join(part for part in name.split(".") if part not in _NO_PART)
             yield from _flat(name, _content(name, value if equals else following))
+
+
+def unknown_settings(group: str, parameters: Iterable[Parameter]) -> list[str]:
+    """Return the options of a group that were set, maybe for another class, and are not among `parameters`."""
+    known = {"class_path", *(x.name for x in parameters)}
+    names = [name.split(".") for name, _ in settings(CommandParser.given)]
+    return sorted({".".join(x) for x in names if x[0] == group and len(x) > 1 and x[1] not in known})
 
 
 def _flat(name: str, content: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - YAML
