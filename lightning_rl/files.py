@@ -90,8 +90,7 @@ def read_data(
 
 
 class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses a key that occurs twice in a mapping; PyYAML would use the last value."""
-
+    # PyYAML would use the last value of a key that occurs twice.
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         keys = set()

@@ -716,12 +716,18 @@ class WithoutSuper(PPO):
         return None
 
 
+class StartsWithoutSuper(PPO):
+    def on_train_start(self):
+        self.seen = True
+
+
 @pytest.mark.parametrize(
     ("algorithm", "error", "message"),
     [
         (RecordsVectors, ValueError, r"vector has the shape \(16, 2\): expected a scalar"),
         (ThreeOptimizers, ConfigurationError, r"configure_optimizers='3 optimizers' .* one for the critic"),
         (WithoutSuper, ConfigurationError, r"WithoutSuper.training_step does not call super"),
+        (StartsWithoutSuper, ConfigurationError, r"StartsWithoutSuper.on_train_start does not call super"),
     ],
 )
 def test_what_an_algorithm_must_not_do_is_refused(algorithm, error, message):

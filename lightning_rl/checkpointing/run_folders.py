@@ -159,7 +159,7 @@ def _newest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def _furthest_first(run: Path) -> dict[Path, int]:
-    """Return the checkpoints of a run with their environment steps, which a copy keeps, unlike the times."""
+    # By their environment steps, which a copy keeps, unlike the times.
     steps: dict[Path, int] = {}
     for path in reversed(_newest_first(run.glob("*.ckpt"))):
         # Only its time says where a file belongs that cannot be read.
