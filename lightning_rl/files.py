@@ -89,13 +89,25 @@ def read_data(
         return torch.load(file, **options)  # type: ignore[no-any-return]
 
 
+class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
+    # PyYAML would use the last value of a key that occurs twice.
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = set()
+        for key, _ in node.value:
+            if (key.tag, str(key.value)) in keys:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} occurs twice", problem_mark=key.start_mark)
+            keys.add((key.tag, str(key.value)))
+        return node
+
+
 def read_yaml(path: str | Path, field: str) -> Any:  # noqa: ANN401 - YAML
     """Return the content of a YAML file: lists and dicts of plain values.
 
-    A file that is not readable YAML, or names Python objects, raises a `ConfigurationError`.
+    A file that is not readable YAML, names Python objects or has a key twice raises a `ConfigurationError`.
     """
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueKeys)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(f"{field}={str(path)!r} cannot be read: expected plain YAML: {why}") from error

@@ -322,7 +322,8 @@ def import_class(field: str, class_path: str, base: type[Any] | tuple[type[Any],
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigurationError(
-            f"{field}={class_path!r} cannot be imported ({error}): expected package.module.Class in PYTHONPATH"
+            f"{field}={class_path!r} cannot be imported ({error}): expected package.module.Class in PYTHONPATH; if "
+            "the class was moved, its new path, or its own load_from_checkpoint to load a checkpoint"
         ) from error
     check(inspect.isclass(found), field, class_path, "the path of a class")
     names = " or ".join(one.__name__ for one in (base if isinstance(base, tuple) else (base,)))

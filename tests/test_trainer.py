@@ -716,12 +716,18 @@ class WithoutSuper(PPO):
         return None
 
 
+class StartsWithoutSuper(PPO):
+    def on_train_start(self):
+        self.seen = True
+
+
 @pytest.mark.parametrize(
     ("algorithm", "error", "message"),
     [
         (RecordsVectors, ValueError, r"vector has the shape \(16, 2\): expected a scalar"),
         (ThreeOptimizers, ConfigurationError, r"configure_optimizers='3 optimizers' .* one for the critic"),
         (WithoutSuper, ConfigurationError, r"WithoutSuper.training_step does not call super"),
+        (StartsWithoutSuper, ConfigurationError, r"StartsWithoutSuper.on_train_start does not call super"),
     ],
 )
 def test_what_an_algorithm_must_not_do_is_refused(algorithm, error, message):
@@ -744,9 +750,35 @@ def test_resuming_without_the_state_of_the_run_is_refused(tmp_path):
         make_trainer(max_epochs=2).fit(again, make_data(), ckpt_path=path)
 
 
-def test_misspelled_monitor_of_a_validation_gives_a_warning(tmp_path):
+@pytest.mark.parametrize("kind", [ModelCheckpoint, EnvStepCheckpoint, EarlyStopping])
+def test_misspelled_monitor_of_a_validation_is_refused_before_training(tmp_path, kind):
+    given = {ModelCheckpoint: (tmp_path,), EnvStepCheckpoint: (64, tmp_path), EarlyStopping: ()}[kind]
+    for monitor, expected in [
+        ("val/epsiode_length", "expected val/episode_length$"),
+        ("val/score", "expected val.* or val/episodes$"),
+    ]:
+        data, best = make_data(), kind(*given, monitor=monitor, mode="max")
+        model, trainer = make_model(data), make_trainer(callbacks=[best], enable_checkpointing=True)
+        with pytest.raises(ConfigurationError, match=f"{kind.__name__}.monitor='{monitor}' is not valid: {expected}"):
+            trainer.fit(model, data)
+        assert model.env_steps == 0
+
+
+def test_monitor_of_a_value_that_a_callback_may_log_gives_a_warning(tmp_path):
+    class LogsMore(Callback):
+        def on_validation_end(self, trainer: Trainer, pl_module: PPO) -> None:
+            trainer.callback_metrics["val/episode_lengths"] = torch.tensor(1.0)
+
     data = make_data()
-    best = ModelCheckpoint(tmp_path, monitor="val/epsiode_length")
-    trainer = make_trainer(callbacks=[best], enable_checkpointing=True)
+    best = ModelCheckpoint(tmp_path, monitor="val/episode_lengths")
+    trainer = make_trainer(callbacks=[LogsMore(), best], enable_checkpointing=True, limit_val_batches=1)
     with pytest.warns(UserWarning, match="did you mean 'val/episode_length'"):
         trainer.fit(make_model(data), data)
+    assert best.best_model_score == 1
+
+
+def test_early_stopping_on_a_return_waits_for_the_first_episode():
+    data, stopping = make_data("Pendulum-v1"), EarlyStopping("rollout/episode_return", mode="max", patience=3)
+    model = make_model(data)
+    make_trainer(callbacks=[stopping], max_epochs=20).fit(model, data)  # episodes of 200 steps, epochs of 32
+    assert model.env_steps > 400 and torch.isfinite(stopping.best_score)

@@ -24,6 +24,7 @@ BAD = {
     "bytes": (b"data: \xff\xfe\n", "can't decode byte"),
     "control": ("data: \x00\n", "special characters are not allowed"),
     "documents": ("a: 1\n---\nb: 1\n", "expected a single document"),
+    "twice": ("data:\n  env_id: a\n  env_id: b\n", "the key 'env_id' occurs twice .*line 3"),
     "syntax": ("data: [1\n", "did not find expected|expected ',' or ']'"),
 }
 

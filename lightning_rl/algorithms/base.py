@@ -182,7 +182,6 @@ class OnPolicyAlgorithm(LightningModule):
         check_options(options, types_of(shipped), self.without_effect, flat(defaults_of(type(self)), groups))
         self.observation_space = space_from_dict(options["observation_space"])
         self.action_space = space_from_dict(options["action_space"])
-        self.gamma = gamma
         self.max_skipped_updates = options["debug.max_skipped_updates"]
         self.clock, self.metrics, self.schedules = RunClock(), RolloutMetrics(), ScheduledOptions()
         self.generator = torch.Generator()

@@ -38,7 +38,8 @@ def from_checkpoint(
     stored, saved = checkpoint["hyper_parameters"], checkpoint[CHECKPOINT_KEY]["algorithm"]
     with loading(trust):
         path = stored.get("_class_path")  # Lightning's command line adds it
-        algorithm = cls if path is None else import_class("_class_path", path, LightningModule)
+        is_own = saved == cls.__name__ and not cls.__module__.startswith("lightning_rl.")  # and may have been moved
+        algorithm = cls if path is None or is_own else import_class("_class_path", path, LightningModule)
         options = constructor_options(algorithm, stored)
         unknown = options.keys() - {parameter.name for parameter in parameters_of(algorithm)}
         # A user's class without a constructor has the options of its base class.

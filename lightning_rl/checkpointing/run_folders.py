@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 
 from lightning.pytorch import Callback
@@ -144,16 +146,29 @@ def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool
         resumable: Skip checkpoints that contain only weights.
         nested: Search all folders below `root` for runs.
     """
-    found = root.glob(f"{'**/' if nested else ''}version_*/{CHECKPOINTS}/*.ckpt")
+    newest_first = _newest_first(root.glob(f"{'**/' if nested else ''}version_*/{CHECKPOINTS}/*.ckpt"))
+    runs = [*dict.fromkeys(path.parent for path in newest_first)]
+    if name == "best":
+        return _best(runs[0], resumable) if runs else None
+    return next((path for run in runs if (path := _furthest_intact(run, resumable)) is not None), None)
+
+
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
     # Of files of the same time, `last.ckpt` comes first.
-    newest_first = sorted(found, key=lambda path: (path.stat().st_mtime, path.name.startswith("last")), reverse=True)
-    return (_best if name == "best" else _newest_intact)(newest_first, resumable)
+    return sorted(paths, key=lambda path: (path.stat().st_mtime, path.name.startswith("last")), reverse=True)
 
 
-def _best(newest_first: list[Path], resumable: bool) -> Path | None:
-    for path in newest_first:
-        if path.parent != newest_first[0].parent:  # of an older run
-            continue
+def _furthest_first(run: Path) -> dict[Path, int]:
+    # By their environment steps, which a copy keeps, unlike the times.
+    steps: dict[Path, int] = {}
+    for path in reversed(_newest_first(run.glob("*.ckpt"))):
+        # Only its time says where a file belongs that cannot be read.
+        steps[path] = max(steps.values(), default=-1) if (read := _env_steps(path)) is None else read
+    return dict(sorted(reversed(steps.items()), key=itemgetter(1), reverse=True))
+
+
+def _best(run: Path, resumable: bool) -> Path | None:
+    for path in _furthest_first(run):
         check_intact(path, "ckpt_path", "an intact checkpoint")
         for state in read_checkpoint(path, mapped=True).get("callbacks", {}).values():
             given = Path(state.get("best_model_path") or "")
@@ -166,36 +181,36 @@ def _best(newest_first: list[Path], resumable: bool) -> Path | None:
     return None
 
 
-def _newest_intact(newest_first: list[Path], resumable: bool) -> Path | None:
-    damaged: list[tuple[Path, DamagedFileError]] = []
-    for path in newest_first:
-        if damaged and path.parent != damaged[0][0].parent:
-            continue
+def _furthest_intact(run: Path, resumable: bool) -> Path | None:
+    damaged: list[DamagedFileError] = []
+    for path in _furthest_first(run):
         try:
             check_intact(path, "ckpt_path", "an intact checkpoint")
         except DamagedFileError as error:
-            damaged.append((path, error))
+            damaged.append(error)
             continue
         if resumable and _has_only_weights(path):
             continue
-        for _, damage in damaged:
-            rank_zero_warn(f"{damage}; using {str(path)!r} instead, the newest intact checkpoint of the run")
-        return path if damaged else _furthest(path, resumable)
+        for damage in damaged:
+            rank_zero_warn(f"{damage}; using {str(path)!r} instead, the last intact checkpoint of the run")
+        return path
     if damaged:
-        raise damaged[0][1]
+        raise damaged[0]
     return None
 
 
-def _furthest(newest: Path, resumable: bool) -> Path:
-    """Return the checkpoint of a run with the most environment steps: in a copy of the run, times may be others."""
-    found, most = newest, _env_steps(newest)
-    if most < 0:  # reading it again raises an error that names it
-        return newest
-    for path in newest.parent.glob("*.ckpt"):
-        steps = _env_steps(path)
-        if steps > most and not (resumable and _has_only_weights(path)) and _is_intact(path):
-            found, most = path, steps
-    return found
+def _env_steps(path: Path) -> int | None:
+    try:
+        return int(read_checkpoint(path, mapped=True)[CHECKPOINT_KEY]["env_steps"])
+    except (ConfigurationError, KeyError):  # it cannot be read
+        return None
+
+
+def _has_only_weights(path: Path) -> bool:
+    try:
+        return is_weights_only(read_checkpoint(path, mapped=True))
+    except ConfigurationError:  # not skipped: reading it again raises an error that names it
+        return False
 
 
 def _is_intact(path: Path) -> bool:
@@ -206,29 +221,15 @@ def _is_intact(path: Path) -> bool:
     return True
 
 
-def _env_steps(path: Path) -> int:
-    try:
-        return int(read_checkpoint(path, mapped=True)[CHECKPOINT_KEY]["env_steps"])
-    except (ConfigurationError, KeyError):  # it cannot be read
-        return -1
-
-
-def _has_only_weights(path: Path) -> bool:
-    try:
-        return is_weights_only(read_checkpoint(path, mapped=True))
-    except ConfigurationError:  # not skipped: reading it again raises an error that names it
-        return False
-
-
 def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
     """Return the run folder of a checkpoint; None if a later one in it would be overwritten, or it is not in a run."""
     run_dir = checkpoint.parent.parent
     if checkpoint.parent.name != CHECKPOINTS:
         return None
-    since = checkpoint.stat().st_mtime
-    for path in checkpoint.parent.glob("*.ckpt"):
-        is_newer = path.stat().st_mtime > since
-        if _env_steps(path) > env_steps or (is_newer and not _is_intact(path)):  # damaged: an older one was chosen
+    for path, steps in _furthest_first(checkpoint.parent).items():
+        if path == checkpoint:
+            break
+        if steps > env_steps or not _is_intact(path):  # damaged: an earlier one was chosen
             return None
     return run_dir
 

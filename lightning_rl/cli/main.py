@@ -34,10 +34,11 @@ from lightning_rl.cli.parser import (
     end_with_message,
     say,
     search_beside,
+    unknown_settings,
 )
 from lightning_rl.distributed import end_all_ranks, world_size
 from lightning_rl.files import check_intact, read_yaml, relative
-from lightning_rl.options import default_groups
+from lightning_rl.options import default_groups, parameters_of
 from lightning_rl.tools.curves import RUN_FOLDER, changes
 from lightning_rl.tools.hub import pull_from_hub, push_to_hub
 from lightning_rl.tools.plots import draw_runs
@@ -156,7 +157,10 @@ class OnPolicyCLI(LightningCLI):
         """Refuse settings that cannot be trained or do not fit the checkpoint, before anything is written."""
         model = self.config[self.config.subcommand].model
         if "class_path" in model:
-            for group in default_groups(import_class("model", model.class_path, OnPolicyAlgorithm)):
+            algorithm = import_class("model", model.class_path, OnPolicyAlgorithm)
+            if dropped := unknown_settings("model", parameters_of(algorithm)):
+                say(f"WARNING: dropped {', '.join(dropped)}, which {algorithm.__name__} does not have.")
+            for group in default_groups(algorithm):
                 given = group not in model.init_args or model.init_args[group] is not None
                 check(given, f"model.{group}", None, "a dict of its options")
         super().instantiate_classes()

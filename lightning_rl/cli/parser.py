@@ -6,8 +6,9 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from inspect import Parameter
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
@@ -33,9 +34,9 @@ from lightning_rl.callbacks.episode_recorder import RecordAs
 from lightning_rl.cli import COMMANDS, TRAINER_COMMANDS
 from lightning_rl.distributed import causes
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.files import read_yaml
+from lightning_rl.files import read_yaml, relative
 from lightning_rl.options import defaults_of, types_of
-from lightning_rl.tools.trained import resolve_config
+from lightning_rl.tools.trained import config_of, resolve_config
 from lightning_rl.training.parameter_groups import Part
 from lightning_rl.validation import ConfigurationError, ExplainedError, did_you_mean, import_class
 
@@ -259,6 +260,13 @@ def settings(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
             yield from _flat(name, _content(name, value if equals else following))
 
 
+def unknown_settings(group: str, parameters: Iterable[Parameter]) -> list[str]:
+    """Return the options of a group that were set, maybe for another class, and are not among `parameters`."""
+    known = {"class_path", *(x.name for x in parameters)}
+    names = [name.split(".") for name, _ in settings(CommandParser.given)]
+    return sorted({".".join(x) for x in names if x[0] == group and len(x) > 1 and x[1] not in known})
+
+
 def _flat(name: str, content: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - YAML
     if isinstance(content, dict):
         for key, value in content.items():
@@ -314,8 +322,10 @@ def _mistakes(given: Sequence[tuple[str, Any]], types: Mapping[str, Any]) -> Ite
     """Yield a part of the parser's message and a better one for each option that is unknown, wrong or missing."""
     names = {name.removesuffix(".class_path") for name, _ in given}
     if missing := [name for name in ("model", "data.env_id") if name not in names]:
-        start = "--config ppo/cartpole, or --model PPO --data.env_id CartPole-v1"
-        yield f".{missing[-1]}", f"{' and '.join(missing)} required: expected for example {start}"
+        # The configuration beside a checkpoint may name any class, so the user has to name the configuration.
+        beside = config_of(path) if (path := Path(str(dict(given).get("ckpt_path")))).is_file() else None
+        start = "ppo/cartpole, or --model PPO --data.env_id CartPole-v1" if beside is None else relative(beside)
+        yield f".{missing[-1]}", f"{' and '.join(missing)} required: expected for example --config {start}"
     for name, value in given:
         group, _, last = name.rpartition(".")
         shown = f"{name.replace('.class_path', '')}={value!r}"

@@ -8,8 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    LambdaCallback,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -153,13 +159,16 @@ def refuse_automatic_optimization(trainer: Trainer) -> None:
     check(accumulated == 1, "trainer.accumulate_grad_batches", accumulated, expected)
 
 
-_EVALUATED = [f"val/episode_{name}{kind}" for name in ("return", "length") for kind in ("", "_min", "_max")]
+_OF_EPISODES = [f"episode_{name}{kind}" for name in ("return", "length") for kind in ("", "_min", "_max")]
+_COLLECTED = [f"rollout/{name}" for name in _OF_EPISODES]
+_EVALUATED = [f"val/{name}" for name in (*_OF_EPISODES, "episodes")]
 _EVERY = re.compile(r"'every_n_train_steps': ([2-9]|\d{2,})")
 
 
-def check_callbacks(trainer: Trainer) -> None:
+def check_callbacks(trainer: Trainer, model: Any) -> None:  # noqa: ANN401 - an algorithm
     """Check that checkpoint callbacks can save, and that callbacks monitor a logged value in the right direction."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
         # Lightning has no other public name for the intervals.
         key = callback.state_key if isinstance(callback, ModelCheckpoint) else ""
         if "'train_time_interval': datetime" in key:
@@ -176,14 +185,24 @@ def check_callbacks(trainer: Trainer) -> None:
         monitor, mode = getattr(callback, "monitor", None), getattr(callback, "mode", "max")
         if not isinstance(monitor, str):
             continue
-        near = difflib.get_close_matches(monitor, _EVALUATED, 1, 0.8)
-        if monitor.startswith("val/") and monitor not in _EVALUATED and near:
-            rank_zero_warn(f"{type(callback).__name__}: monitor={monitor!r}; did you mean {near[0]!r}?")
         field, is_return = f"trainer.callbacks: {type(callback).__name__}", "episode_return" in monitor
+        if monitor.startswith("val/") and monitor not in _EVALUATED:
+            near = difflib.get_close_matches(monitor, _EVALUATED, 1, 0.8)
+            known = all(map(_logs_known_values, (model, *callbacks)))
+            check(not known, f"{field}.monitor", monitor, " or ".join(near or _EVALUATED))
+            if near:
+                rank_zero_warn(f"{type(callback).__name__}: monitor={monitor!r}; did you mean {near[0]!r}?")
+        if monitor in _COLLECTED and isinstance(callback, EarlyStopping):
+            callback.strict = False  # it waits for the first episode, which may end in a later epoch
         expected = f"'max', since larger values of {monitor} are better"
         check(mode == "max" or not is_return, f"{field}.mode", mode, expected)
         validates = trainer.limit_val_batches != 0 or not monitor.startswith("val/episode")
         check(validates, f"{field}.monitor", monitor, "a value that is logged in training, since nothing is validated")
+
+
+def _logs_known_values(x: object) -> bool:
+    # Classes of users may log more than the algorithms.
+    return type(x).__module__.startswith(("lightning.", "lightning_rl.")) and not isinstance(x, LambdaCallback)
 
 
 _MODEL_PARALLEL = (
@@ -251,7 +270,7 @@ def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] |
     """Check that a Trainer can train an algorithm on rollouts of shape `(T, B)` per rank; None: unknown shape."""
     refuse_tuners(trainer)
     refuse_automatic_optimization(trainer)
-    check_callbacks(trainer)
+    check_callbacks(trainer, model)
     # An interval of time is no attribute of the Trainer.
     epochs, interval = trainer.check_val_every_n_epoch, getattr(trainer, "val_check_interval", None)
     check(epochs is None or epochs >= 1, "check_val_every_n_epoch", epochs, "an integer of at least 1, or None")

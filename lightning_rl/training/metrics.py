@@ -262,6 +262,9 @@ class StepMetric(Callback):
     """
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:  # noqa: ANN401
+        if not pl_module.clock.started:
+            name = type(pl_module).__name__
+            raise ConfigurationError(f"{name}.on_train_start does not call super(), which starts or resumes the run")
         pl_module.metrics.begin_step()
         self._version = pl_module.policy_version
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -171,3 +172,20 @@ def test_a_renamed_option_is_named(tmp_path):
     other = type("Coefficient", (PPO,), {})
     with pytest.raises(ConfigurationError, match="has options that Coefficient does not have: aux_coef"):
         other.load_from_checkpoint(path)
+
+
+def test_an_algorithm_that_was_moved_to_another_module_loads_its_checkpoint(in_tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(in_tmp_path)
+    Path("old_place.py").write_text("from lightning_rl import PPO\n\n\nclass MovedPPO(PPO):\n    pass\n")
+    run = main(["fit", *SMALL, "--model=old_place.MovedPPO", "--max_env_steps=32"]).run_dir
+    Path("old_place.py").rename("new_place.py")
+    del sys.modules["old_place"]
+    last = run / "checkpoints/last.ckpt"
+    with pytest.raises(ConfigurationError, match=r"cannot be imported .* or its own load_from_checkpoint"):
+        PPO.load_from_checkpoint(last, trust=["old_place"])
+    with pytest.raises(SystemExit):
+        main(["test", f"--config={run}/config.yaml", f"--ckpt_path={last}"])
+    assert "model='old_place.MovedPPO' cannot be imported" in (text := capsys.readouterr().err) and "new path" in text
+    monkeypatch.syspath_prepend(in_tmp_path)  # forgets the listing of the folder
+    new_place = importlib.import_module("new_place")
+    assert type(new_place.MovedPPO.load_from_checkpoint(last)) is new_place.MovedPPO

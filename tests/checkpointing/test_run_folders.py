@@ -170,7 +170,7 @@ def test_last_falls_back_to_newest_intact_checkpoint_with_warning(tmp_path):
             assert find_checkpoint(tmp_path, "last", resumable) == newer
         for damaged, warning in zip((last, half), warned, strict=True):
             assert re.match(
-                rf"ckpt_path='{damaged}' is damaged .*; using '{newer}' instead, the newest intact checkpoint of the "
+                rf"ckpt_path='{damaged}' is damaged .*; using '{newer}' instead, the last intact checkpoint of the "
                 "run",
                 str(warning.message),
             )
@@ -195,6 +195,18 @@ def test_a_copied_run_with_other_times_resumes_from_its_last_step(tmp_path):
     assert run_dir_of(best, 10) is None  # resuming there would overwrite the last checkpoint
     flip_a_bit(last, "data.pkl")
     assert find_checkpoint(tmp_path, "last") == best
+
+
+def test_a_copied_run_with_a_damaged_last_checkpoint_resumes_from_the_one_before(tmp_path):
+    folder = tmp_path / "version_0/checkpoints"
+    write(folder / "step=10.ckpt", 300, **OURS)
+    before = write(folder / "step=40.ckpt", 200, **OURS | {"lightning_rl": {"format": FORMAT, "env_steps": 40}})
+    last = write(
+        folder / "last.ckpt", 100, **OURS | {"lightning_rl": {"format": FORMAT, "env_steps": 50}}, x=torch.ones(9)
+    )
+    flip_a_bit(last, "data/0")
+    with pytest.warns(UserWarning, match="last.ckpt' is damaged"):
+        assert find_checkpoint(tmp_path, "last") == before
 
 
 def test_name_decides_between_checkpoints_of_equal_time(tmp_path):

@@ -816,6 +816,15 @@ def test_an_error_says_where_the_options_are_listed(capsys, arguments, which):
     assert last.startswith("All options: ") and last.endswith(which)
 
 
+def test_options_of_another_algorithm_that_are_dropped_are_named(capsys):
+    more = ["--model.optimizer.options.eps=0.1", "--model.clipping.value=0.2"]
+    main(["fit", *SMALL, *more, "--max_env_steps=32"])
+    assert "WARNING" not in capsys.readouterr().out
+    main(["fit", *SMALL, *more, "--model=A2C", "--max_env_steps=32"])
+    dropped = "WARNING: dropped model.clipping.value, model.num_minibatches, which A2C does not have.\n"
+    assert dropped in capsys.readouterr().out
+
+
 def test_steps_between_checkpoints_leave_the_best_one_and_a_monitor_does_not(capsys):
     every = ["--trainer.callbacks+=EnvStepCheckpoint", "--trainer.callbacks.every_n_env_steps=32"]
     cli = main(["fit", *SMALL, *every, "--max_env_steps=64"])

@@ -193,7 +193,7 @@ def test_last_falls_back_to_the_newest_intact_checkpoint_and_leaves_the_damaged_
     for name in ("last", "step=160"):
         flip_a_bit(RUN / f"checkpoints/{name}.ckpt", "data/0")
     before, newest = files(RUN), f"{RUN}/checkpoints/step=128.ckpt"
-    with pytest.warns(UserWarning, match=f"last.ckpt' is damaged .*; using '{newest}' instead, the newest intact che"):
+    with pytest.warns(UserWarning, match=f"last.ckpt' is damaged .*; using '{newest}' instead, the last intact che"):
         cli = main(["fit", *SMALL, "--max_env_steps=192", "--ckpt_path=last"])
     assert f"Resuming from {newest}, at 128 environment steps in a NEW run folder\n" in capfd.readouterr().out
     assert (cli.run_dir, cli.model.env_steps) == (RUN.parent / "version_1", 192)
@@ -292,6 +292,16 @@ def test_each_start_keeps_its_configuration_and_plot_says_that_a_run_changed(cap
     main(["plot", str(RUN), "--metric=train/entropy"])
     warning = f"WARNING: {RUN}: resumed with other settings: model.init_args.gamma: 0.99 -> 0.9"
     assert capsys.readouterr().err.splitlines() == [warning]
+
+
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_a_checkpoint_without_a_configuration_names_the_one_of_its_run(capsys, command):
+    main(["fit", *SMALL, "--max_env_steps=32"])
+    with pytest.raises(SystemExit):
+        main([command, f"--ckpt_path={RUN}/checkpoints/last.ckpt"])
+    assert (
+        f"model and data.env_id required: expected for example --config {RUN}/config.yaml\n" in capsys.readouterr().err
+    )
 
 
 def test_a_run_goes_on_from_its_saved_configuration_alone():
