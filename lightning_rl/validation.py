@@ -155,11 +155,6 @@ def check_number(
     at_most: float | None = None,
 ) -> float:
     """Return `value`, or raise unless it is a finite number inside the given bounds, and float32 can hold it."""
-    bounds = [
-        f"{word} {bound:g}"
-        for word, bound in (("above", above), ("at least", at_least), ("at most", at_most))
-        if bound is not None
-    ]
     inside = (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -168,7 +163,7 @@ def check_number(
         and (at_most is None or value <= at_most)
         and (isinstance(value, int) or math.isfinite(value))
     )
-    check(inside, field, value, "a number " + " and ".join(bounds))
+    check(inside, field, value, f"a number {Range(above, at_least, at_most)}")
     check(abs(value) <= _LARGEST, field, value, f"a number of at most {_LARGEST:.3g}, the largest of float32")
     return value
 
@@ -181,11 +176,15 @@ class Range:
     at_least: float | None = None
     at_most: float | None = None
 
+    def __str__(self) -> str:
+        return " and ".join(f"{name.replace('_', ' ')} {x:g}" for name, x in vars(self).items() if x is not None)
+
 
 PositiveInt = Annotated[int, Range(at_least=1)]
 NonNegativeInt = Annotated[int, Range(at_least=0)]
 PositiveFloat = Annotated[float, Range(above=0)]
 NonNegativeFloat = Annotated[float, Range(at_least=0)]
+UnitFloat = Annotated[float, Range(at_least=0, at_most=1)]
 
 
 def check_type(field: str, value: Any, hint: Any) -> None:  # noqa: ANN401

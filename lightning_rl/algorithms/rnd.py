@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Mapping
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from gymnasium import spaces
@@ -30,7 +30,7 @@ from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.normalizers import RewardNormalizer
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import check_number
+from lightning_rl.validation import Range, UnitFloat
 
 _WIDTH = 256  # of the features that the predictor predicts
 
@@ -113,16 +113,16 @@ class RND(PPO):
         *,
         intrinsic_coef: Scheduled = 1.0,
         extrinsic_coef: Scheduled = 2.0,
-        intrinsic_gamma: float = 0.99,
-        predictor_fraction: float = 0.25,
+        intrinsic_gamma: UnitFloat = 0.99,
+        predictor_fraction: Annotated[float, Range(above=0, at_most=1)] = 0.25,
         gamma: float = 0.999,
         **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, gamma=gamma, **kwargs)
         self.intrinsic_coef = self.scheduled("intrinsic_coef", intrinsic_coef, at_least=0)
         self.extrinsic_coef = self.scheduled("extrinsic_coef", extrinsic_coef, at_least=0)
-        self.intrinsic_gamma = check_number("intrinsic_gamma", intrinsic_gamma, at_least=0, at_most=1)
-        self.predictor_fraction = check_number("predictor_fraction", predictor_fraction, above=0, at_most=1)
+        self.intrinsic_gamma = intrinsic_gamma
+        self.predictor_fraction = predictor_fraction
         self.intrinsic_normalizer = RewardNormalizer(self.intrinsic_gamma, clip=None)
 
     def make_policy(self) -> CuriousActorCritic:

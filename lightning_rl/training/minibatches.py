@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
-from gymnasium import spaces
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_rl.distributed import world_size
 from lightning_rl.nested import Nested, map_leaves
-from lightning_rl.policies.interface import as_recurrent
 from lightning_rl.rollouts.batch import Batch, on_grid, set_common_weight
-from lightning_rl.rollouts.replay import UnrollMemory
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.rollouts.sequences import Sequences
-from lightning_rl.spaces import sampled_observations
-from lightning_rl.validation import check
 
 
 class BatchPair(NamedTuple):
@@ -91,47 +85,6 @@ Reduction = Literal["mean", "sum"]
 def reduction_scale(reduction: Reduction, batch: Batch) -> float:
     """Return the factor that turns a mean into the reduction: 1, or the number of rows of all ranks."""
     return 1.0 if reduction == "mean" or not batch.weight else world_size() / batch.weight
-
-
-def example_unroll(policy: nn.Module, observation_space: spaces.Space[Any], length: int) -> Rollout:
-    """Return a rollout of one environment in which every step is truncated; actions and rewards are 0."""
-    weight = next(policy.parameters())
-    row = sampled_observations(observation_space, weight.dtype, 1)
-    observations = map_leaves(lambda x: x.to(weight.device).expand(length + 1, *x.shape), row)
-    flags = torch.ones(length, 1, dtype=torch.bool, device=weight.device)
-    numbers = torch.zeros_like(flags, dtype=torch.promote_types(weight.dtype, torch.float32))
-    rollout = Rollout(
-        observations=observations,
-        actions=numbers,
-        rewards=numbers,
-        terminated=~flags,
-        truncated=flags,
-        log_probs=numbers,
-        values=numbers,
-        next_values=numbers,
-        final_indices=flags.nonzero(),
-        final_observations=map_leaves(lambda x: x[1:, 0], observations),
-        starts=flags.cpu(),
-    )
-    if (recurrent := as_recurrent(policy)) is not None and recurrent.memory is not None:
-        num_states = len(recurrent.memory.stored_steps(length))
-        rollout.memory = map_leaves(lambda x: x.expand(num_states, *x.shape), recurrent.initial_memory(1))
-        rollout.burn_in = recurrent.memory.burn_in
-    return rollout
-
-
-@torch.no_grad()
-def check_room_for_unroll(model: Any, memory: UnrollMemory, length: int, with_distributions: bool) -> None:  # noqa: ANN401
-    """Check that an algorithm's memory has room for an unroll of `length` steps, all of which are truncated."""
-    rollout = example_unroll(model.policy, model.observation_space, length)
-    distribution, _ = model.actor_critic(rollout.flatten())
-    actions, parameters = map_leaves(lambda x: x.unsqueeze(1), (distribution.mode(), distribution.parameters()))
-    rollout.actions = actions
-    example = UnrollMemory(sys.maxsize)
-    example.append(rollout, torch.Generator(), **({"old_distribution": parameters} if with_distributions else {}))
-    needed = example.num_bytes
-    expected = f"at least {needed / 2**30:.3g}: the unroll of one environment takes up to {needed} bytes"
-    check(memory.max_bytes >= needed, "replay_memory_gib", model.options["replay_memory_gib"], expected)
 
 
 Minibatch = Batch | BatchPair | Unroll

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, TypeGuard, cast
 
-import torch
 from gymnasium import spaces
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_rl.nested import space_leaves
 from lightning_rl.policies.networks.images import ImpalaEncoder, NatureEncoder, network_for_image
 from lightning_rl.policies.networks.mlp import DiscreteEncoding, MLPEncoder
-from lightning_rl.spaces import is_image, sampled_observations
-from lightning_rl.validation import ClassSpec, ConfigurationError, check, instantiate, to_class_spec
+from lightning_rl.spaces import is_image
+from lightning_rl.validation import ClassSpec, check, instantiate, to_class_spec
 
 # Not `dict[str, Any]`: jsonargparse would instantiate the class specs of leaves.
 Network = str | dict[str, str | dict[str, Any] | None]
@@ -121,36 +118,9 @@ def _flat_encoder(
         return ImpalaEncoder(space)
     expected = "auto, mlp, nature, impala or a class_path"
     check(not isinstance(network, str) or "." in network, field, network, expected)
-    return _custom_encoder(field, space, network)
-
-
-def _custom_encoder(field: str, space: spaces.Space[Any], network: str | ClassSpec) -> nn.Module:
     spec = to_class_spec(field, network)
-    name = spec["class_path"]
     encoder: nn.Module = instantiate(field, spec, nn.Module, space)
-    if not isinstance(getattr(encoder, "out_features", None), int):
-        raise ConfigurationError(
-            f"{field}: {name} is not an encoder: expected an nn.Module with an integer attribute 'out_features', the "
-            "number of features that its forward returns for one observation"
-        )
-    dtype = next((x.dtype for x in encoder.parameters()), torch.get_default_dtype())
-    try:
-        probe = copy.deepcopy(encoder)  # the check must not change the encoder, nor the random numbers of the run
-    except Exception:  # such as tensors that were computed from parameters
-        return encoder
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            features = probe(sampled_observations(space, dtype, num_rows=2))
-    except Exception as error:
-        message = f"{field}: {name} failed on 2 random observations of {space}: {error}"
-        if not torch.cuda.is_available():
-            raise ConfigurationError(message) from error
-        rank_zero_warn(message)  # it may need the GPU
-        return encoder
-    found = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
-    if found != [2, encoder.out_features]:
-        raise ConfigurationError(
-            f"{field}: {name} has out_features={encoder.out_features}, but its forward returned {found} for 2 "
-            f"observations: expected {[2, encoder.out_features]}"
-        )
+    has_width = isinstance(getattr(encoder, "out_features", None), int)
+    expected = "an nn.Module with an integer attribute out_features, the number of features of one observation"
+    check(has_width, field, spec["class_path"], expected)
     return encoder
