@@ -214,20 +214,14 @@ def check_type(field: str, value: Any, hint: Any) -> None:  # noqa: ANN401
         check_number(field, value, **asdict(arguments[1]))
 
 
-def check_can_make(field: str, folder: str | Path) -> None:
-    """Raise a `ConfigurationError` unless a folder can be made later; nothing is made."""
-    path = Path(folder).absolute()
-    make_folder(field, next(parent for parent in path.parents if parent.exists()), asked=path)
-
-
-def make_folder(field: str, folder: str | Path, asked: str | Path | None = None) -> None:
-    """Make a folder if it does not exist, or raise a `ConfigurationError` that names `asked`, by default the folder."""
+def make_folder(field: str, folder: str | Path) -> None:
+    """Make a folder if it does not exist, or raise a `ConfigurationError` if it cannot be written."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigurationError(
-            f"{field}={str(asked or folder)!r} is not valid: expected a folder that can be written: {error.strerror}"
+            f"{field}={str(folder)!r} is not valid: expected a folder that can be written: {error.strerror}"
         ) from error
 
 

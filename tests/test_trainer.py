@@ -742,11 +742,3 @@ def test_resuming_without_the_state_of_the_run_is_refused(tmp_path):
     again = ForgetsTheRun(data.observation_space, data.action_space)
     with pytest.raises(ConfigurationError, match=r"ForgetsTheRun.on_load_checkpoint to call super\(\)"):
         make_trainer(max_epochs=2).fit(again, make_data(), ckpt_path=path)
-
-
-def test_misspelled_monitor_of_a_validation_gives_a_warning(tmp_path):
-    data = make_data()
-    best = ModelCheckpoint(tmp_path, monitor="val/epsiode_length")
-    trainer = make_trainer(callbacks=[best], enable_checkpointing=True)
-    with pytest.warns(UserWarning, match="did you mean 'val/episode_length'"):
-        trainer.fit(make_model(data), data)

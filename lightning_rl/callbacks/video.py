@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,13 +69,12 @@ class VideoRecorder(EnvStepWriter):
             for logger in trainer.loggers:
                 show_video(logger, _TAG.format(number), video, step)
 
-        with evaluating(pl_module):
-            try:
-                data.film(Films(folder, f"step={step}-episode={{}}", show), self.episodes, self.env_kwargs)
-            except EnvironmentFailure as error:
-                if data.spec.env.on_failure == "raise":
-                    raise
-                rank_zero_warn(f"no video at {step} environment steps: {error}")
+        try:
+            data.film(Films(folder, f"step={step}-episode={{}}", show), self.episodes, self.env_kwargs)
+        except EnvironmentFailure as error:
+            if data.spec.env.on_failure == "raise":
+                raise
+            rank_zero_warn(f"no video at {step} environment steps: {error}")
 
 
 def data_of(trainer: Trainer) -> RolloutDataModule:
@@ -103,18 +101,6 @@ def _add_to_tensorboard(logger: TensorBoardLogger, tag: str, video: VideoFile, s
     height, width = video.preview.frames[0].shape[:2]
     image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=video.preview.encode())
     event_files(logger).add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
-
-
-@contextlib.contextmanager
-def evaluating(module: LightningModule) -> Iterator[None]:
-    """Set a module to evaluation mode inside, and restore the mode of each part."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
 
 
 class BoundedGif:

@@ -16,7 +16,7 @@ from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.recurrent import MemoryOptions, reset_memory
 from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.spaces import observation_dtype
-from lightning_rl.validation import ConfigurationError, check
+from lightning_rl.validation import check
 
 
 @dataclass
@@ -174,7 +174,7 @@ def act(
 ) -> Nested:
     """Return the action for one observation `[*shape]`, or actions for several; see `OnPolicyAlgorithm.act`."""
     space = acting_space(policy, observation_space)
-    parts = {path: np.asarray(_part(observation, path)) for path in space_leaves(space)}
+    parts = {path: np.asarray(part_at(observation, path)) for path in space_leaves(space)}
     num_rows = _num_rows(space, parts)
     single = num_rows is None
     parameter = next(policy.parameters())
@@ -198,13 +198,6 @@ def act(
     if single:
         actions = map_leaves(lambda x: x[0], actions)
     return actions if recurrent is None else (actions, output.memory)
-
-
-def _part(observation: Nested, path: str) -> Any:  # noqa: ANN401
-    try:
-        return part_at(observation, path)
-    except (KeyError, IndexError, TypeError) as error:
-        raise ConfigurationError(f"observation has no {path!r}: expected every part that the policy acts on") from error
 
 
 def _num_rows(space: spaces.Space[Any], parts: dict[str, Any]) -> int | None:

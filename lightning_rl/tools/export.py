@@ -28,7 +28,7 @@ from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, nested_p
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import acting_space, as_recurrent, tensor_conversion
 from lightning_rl.spaces import observation_dtype, sampled_observations, space_to_dict
-from lightning_rl.validation import ConfigurationError, ExplainedError, check, check_can_make, how_to_install
+from lightning_rl.validation import ConfigurationError, ExplainedError, check, how_to_install
 
 ExportFormat = Literal["torch_export", "onnx"]
 """`torch_export` programs need PyTorch, `onnx` models any ONNX runtime."""
@@ -264,13 +264,12 @@ def check_options(format_: str, programs: Sequence[str]) -> None:
 
 
 def check_folder(field: str, folder: str | Path, format_: ExportFormat, programs: Sequence[str]) -> None:
-    """Raise a `ConfigurationError` if a folder is not writable, or an export to it would delete other programs."""
+    """Raise a `ConfigurationError` if an export to a folder would delete other files."""
     folder = Path(folder)
     _check_replaceable(field, folder)
     others = {path.name for path in folder.glob("*")} - {METADATA, *_files(format_, programs).values()}
     expected = f"a new folder: an earlier export in it has {', '.join(sorted(others))}, which would be deleted"
     check(not others, field, str(folder), expected)
-    check_can_make(field, folder)
 
 
 def _check_replaceable(field: str, folder: Path) -> None:

@@ -102,7 +102,6 @@ def push_to_hub(
             not trusted, or the Hub refuses the upload.
     """
     hub = _huggingface_hub()
-    _check_repo_id(repo_id)
     if hub.get_token() is None:  # before episodes are played
         raise ConfigurationError("not logged in to the Hub: expected `hf auth login`, or a token in HF_TOKEN")
     ckpt_path = find_trained(ckpt_path, config)
@@ -132,7 +131,6 @@ def pull_from_hub(repo_id: str, *, revision: str | None = None, folder: str | Pa
         ConfigurationError: The download fails, or there is no checkpoint of this package in the repository.
     """
     hub = _huggingface_hub()
-    _check_repo_id(repo_id)
     with _hub_errors(repo_id):
         found = hub.snapshot_download(repo_id, revision=revision, local_dir=folder, allow_patterns=list(FILES))
     path = Path(found) / CHECKPOINT
@@ -148,10 +146,6 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise ConfigurationError(f"repo_id={repo_id!r}: {type(error).__name__}: {error}") from error
-
-
-def _check_repo_id(repo_id: str) -> None:
-    check(isinstance(repo_id, str) and repo_id.count("/") == 1, "repo_id", repo_id, "owner/name")
 
 
 def _card(hub: ModuleType, facts: dict[str, Any], score: Score, repo_id: str, has_config: bool) -> str:

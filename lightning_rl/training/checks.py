@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -155,7 +154,6 @@ def refuse_automatic_optimization(trainer: Trainer) -> None:
     check(accumulated == 1, "trainer.accumulate_grad_batches", accumulated, expected)
 
 
-_EVALUATED = [f"val/episode_{name}{kind}" for name in ("return", "length") for kind in ("", "_min", "_max")]
 _EVERY = re.compile(r"'every_n_train_steps': ([2-9]|\d{2,})")
 
 
@@ -178,9 +176,6 @@ def check_callbacks(trainer: Trainer) -> None:
         monitor, mode = getattr(callback, "monitor", None), getattr(callback, "mode", "max")
         if not isinstance(monitor, str):
             continue
-        near = difflib.get_close_matches(monitor, _EVALUATED, 1, 0.8)
-        if monitor.startswith("val/") and monitor not in _EVALUATED and near:
-            rank_zero_warn(f"{type(callback).__name__}: monitor={monitor!r}; did you mean {near[0]!r}?")
         field, is_return = f"trainer.callbacks: {type(callback).__name__}", "episode_return" in monitor
         expected = f"'max', since larger values of {monitor} are better"
         check(mode == "max" or not is_return, f"{field}.mode", mode, expected)
@@ -265,11 +260,6 @@ def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] |
     refuse_tuners(trainer)
     refuse_automatic_optimization(trainer)
     check_callbacks(trainer)
-    # An interval of time is no attribute of the Trainer.
-    epochs, interval = trainer.check_val_every_n_epoch, getattr(trainer, "val_check_interval", None)
-    check(epochs is None or epochs >= 1, "check_val_every_n_epoch", epochs, "an integer of at least 1, or None")
-    positive = not isinstance(interval, int | float) or interval > 0
-    check(positive, "val_check_interval", interval, "an integer of at least 1, or a fraction of an epoch")
     # XLA would cast the policy of the learner, but not the copy that acts.
     on_xla = "xla" in (model.device.type, training_device(trainer).type)
     precisions = ("32-true",) if on_xla else ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")

@@ -133,8 +133,6 @@ def _make(
     given: list[dict[str, Any]] = []
     for pattern, members in parameters.items():
         options = {} if pattern is None else groups[pattern]
-        # Plain data has lists where optimizers expect tuples, such as betas.
-        options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
         given.append({"params": members, **options, **({"lr": rate * options[SCALE]} if SCALE in options else {})})
     # Without groups the parameters are passed as a list, which all optimizers accept.
     single = [*parameters] == [None]

@@ -274,8 +274,6 @@ def test_an_empty_trainer_in_a_configuration_is_one_message(capsys):
         ("--seed_everything=-1", r"seed_everything=-1 is not valid: expected an integer from 0 to 2\^32 - 1$"),
         ("--seed_everything=4294967296", "seed_everything=4294967296 is not valid"),
         ("--trainer.devices=foo", "trainer: `devices` selected with `CPUAccelerator`"),
-        ("--trainer.check_val_every_n_epoch=0", "check_val_every_n_epoch=0 is not valid: expected an integer of at"),
-        ("--trainer.val_check_interval=0", "val_check_interval=0 is not valid: expected an integer of at least 1, or"),
     ],
 )
 def test_values_that_the_trainer_cannot_use_are_one_message(capsys, argument, message):

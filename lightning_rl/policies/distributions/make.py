@@ -107,7 +107,8 @@ def make_action_head(
         ConfigurationError: The space is not supported, or a distribution or a mask does not suit it.
     """
     masks = [] if mask_space is None else MaskLayout(space, mask_space).masks
-    if not isinstance(space, spaces.Dict | spaces.Tuple) or _is_autoregressive(action_distribution, space):
+    kind = action_distribution.get("kind") if isinstance(action_distribution, dict) else action_distribution
+    if not isinstance(space, spaces.Dict | spaces.Tuple) or kind == _AUTOREGRESSIVE:
         return _make_head(_FIELD, space, in_features, initial_log_std, action_distribution, mask_space)
     parts = space_leaves(space)
     if not parts:
@@ -125,16 +126,6 @@ def make_action_head(
         return _make_head(f"{_FIELD}.{path}", part, in_features, initial_log_std, choices.get(path), own_masks)
 
     return JointHead(map_space(make, space), list(parts), masked)
-
-
-def _is_autoregressive(choice: ActionDistribution, space: spaces.Space[Any]) -> bool:
-    """Whether a choice is about a whole `Dict` or `Tuple`, and not about a part with the name `kind`."""
-    if not isinstance(choice, dict):
-        return choice == _AUTOREGRESSIVE
-    chosen = choice.get("kind") == _AUTOREGRESSIVE
-    clear = not chosen or "kind" not in space_leaves(space)
-    check(clear, _FIELD, choice, f"{_AUTOREGRESSIVE!r} alone, since a part of the action is called 'kind'")
-    return chosen
 
 
 def _masks_of(path: str, mask_space: spaces.Space[Any] | None) -> spaces.Space[Any]:
