@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import importlib
+import importlib.util
 import inspect
 import math
 import sys
@@ -367,6 +367,13 @@ def how_to_install(extra: str) -> str:
     """Return the commands that install an extra, with the package and in a checkout, to end a message with."""
     constraints = "" if extra == "robotics" else "-c constraints.txt "  # robotics needs a newer MuJoCo
     return f"pip install 'lightning-rl[{extra}]', in a checkout pip install {constraints}-e '.[{extra}]'"
+
+
+def check_installed(what: str, extra: str, *packages: str) -> None:
+    """Raise a `ConfigurationError` with the command that installs an extra if a package is missing."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigurationError(f"{what} needs {package}, which is not installed: {how_to_install(extra)}")
 
 
 FROM_COMMAND_LINE = ("_class_path", "_instantiator")

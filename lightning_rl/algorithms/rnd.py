@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY
-from lightning_rl.distributed import all_reduce, gather_on_rank_zero
+from lightning_rl.distributed import gather_on_rank_zero
 from lightning_rl.nested import Nested, map_leaves, replace_leaves, space_leaves, without
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import Distribution
@@ -131,7 +131,7 @@ class RND(PPO):
     def update(self, rollout: Rollout) -> None:
         """Learn from a rollout as PPO does; the first rollout also gives the first statistics of observations."""
         for policy in (self.policy, *self.acting_copies) if self.policy_version == 0 else ():
-            policy.novelty_normalizer.update(rollout.flatten().observations, all_reduce)  # type: ignore[union-attr, operator]
+            policy.novelty_normalizer.update(rollout.flatten().observations)  # type: ignore[union-attr, operator]
         super().update(rollout)
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
@@ -188,7 +188,7 @@ class RND(PPO):
     def after_update(self, means: dict[str, float]) -> None:
         super().after_update(means)
         stream, starts = self.stream, None if self.stream.starts is None else self.stream.starts[0]
-        self.policy.novelty_normalizer.update(stream.flatten().observations, all_reduce)
+        self.policy.novelty_normalizer.update(stream.flatten().observations)
         self.intrinsic_normalizer.update(
             stream.rewards, stream.dones, stream.valid, starts=starts, repeats=stream.repeats
         )

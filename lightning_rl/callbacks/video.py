@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ from lightning_rl.checkpointing.atomic import event_files
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.training.clock import env_steps_of
-from lightning_rl.validation import ConfigurationError, check, check_positive_int, how_to_install
+from lightning_rl.validation import check, check_installed, check_positive_int
 
 Frame = np.ndarray[Any, Any]
 _TAG = "video/episode={}"
@@ -193,6 +191,4 @@ class Films:
 
 def check_imageio() -> None:
     """Raise a `ConfigurationError` if imageio or its ffmpeg is not installed."""
-    for package in ("imageio", "imageio_ffmpeg"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigurationError(f"video needs {package}, which is not installed: {how_to_install('video')}")
+    check_installed("video", "video", "imageio", "imageio_ffmpeg")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import logging
@@ -28,7 +27,7 @@ from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, nested_p
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import acting_space, as_recurrent, tensor_conversion
 from lightning_rl.spaces import observation_dtype, sampled_observations, space_to_dict
-from lightning_rl.validation import ConfigurationError, ExplainedError, check, how_to_install
+from lightning_rl.validation import ConfigurationError, ExplainedError, check, check_installed
 
 ExportFormat = Literal["torch_export", "onnx"]
 """`torch_export` programs need PyTorch, `onnx` models any ONNX runtime."""
@@ -173,18 +172,6 @@ def _finite(x: Any) -> Any:  # noqa: ANN401 - the description of a space
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
-def check_onnx_packages() -> None:
-    """Raise a `ConfigurationError` if a package for writing or running ONNX models is missing."""
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigurationError(
-                f"format='onnx' needs the package {name}, while format='torch_export' needs PyTorch alone: "
-                f"{how_to_install('onnx')}"
-            ) from error
-
-
 def save_onnx(
     program: ExportedProgram, policy: nn.Module, inputs: Nested, outputs: Nested, description: str, path: Path
 ) -> Callable[..., Nested]:
@@ -259,8 +246,8 @@ def check_options(format_: str, programs: Sequence[str]) -> None:
     check(format_ in get_args(ExportFormat), "format", format_, "one of " + ", ".join(get_args(ExportFormat)))
     known = not isinstance(programs, str) and bool(programs) and set(programs) <= set(PROGRAMS)
     check(known, "programs", programs, "a list of " + ", ".join(PROGRAMS))
-    if format_ == "onnx":
-        check_onnx_packages()
+    if format_ == "onnx":  # torch_export needs PyTorch alone
+        check_installed("format='onnx'", "onnx", "onnx", "onnxscript", "onnxruntime")
 
 
 def check_folder(field: str, folder: str | Path, format_: ExportFormat, programs: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import shutil
 import tempfile
@@ -27,7 +28,7 @@ from lightning_rl.tools.trained import (
     modules_named_in,
     play_episodes,
 )
-from lightning_rl.validation import ConfigurationError, as_list, check, how_to_install
+from lightning_rl.validation import ConfigurationError, as_list, check, check_installed
 
 CHECKPOINT = "model.ckpt"
 SCORE = "score.json"
@@ -199,8 +200,5 @@ have imported or trust: `load_algorithm(path, trust=["my_package"])`.
 
 
 def _huggingface_hub() -> ModuleType:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ConfigurationError(f"the Hub needs the package huggingface_hub: {how_to_install('hub')}") from error
-    return huggingface_hub
+    check_installed("the Hub", "hub", "huggingface_hub")
+    return importlib.import_module("huggingface_hub")

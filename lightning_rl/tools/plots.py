@@ -31,7 +31,7 @@ from lightning_rl.tools.curves import (
     same_seed,
     summarize,
 )
-from lightning_rl.validation import ConfigurationError, as_list, check, check_positive_int, how_to_install
+from lightning_rl.validation import ConfigurationError, as_list, check, check_installed, check_positive_int
 
 # By Okabe and Ito, for color-blind readers.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -101,11 +101,10 @@ def draw(
 @contextlib.contextmanager
 def _figure(width: float, height: float, paths: Sequence[Path]) -> Iterator[Any]:
     """Yield an empty figure, and write what was drawn into files; equal drawings give equal files."""
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(f"plots need matplotlib, which is not installed: {how_to_install('plot')}") from error
+    check_installed("a plot", "plot", "matplotlib")
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     settings: Any = {"svg.hashsalt": "curves", "svg.fonttype": "none", "font.size": 8, "savefig.dpi": 200}
     with mpl.rc_context(settings):
         figure = Figure(figsize=(width, height), layout="constrained")
