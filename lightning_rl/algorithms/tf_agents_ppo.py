@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_rl import functional as rl
@@ -29,7 +28,7 @@ from lightning_rl.training.config import (
 )
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import NonNegativeFloat, PositiveInt, check
+from lightning_rl.validation import NonNegativeFloat, PositiveInt
 
 
 class TFAgentsEstimator(AdvantageEstimator):
@@ -69,9 +68,8 @@ class TFAgentsEstimator(AdvantageEstimator):
         exact = [part.to(exact_dtype(part.device)) for part in parts]
         counts, means, squares = moments(exact)
         scales = (squares / counts.clamp(min=1) + 1e-8).rsqrt()
-        return [
-            ((x - means[k]) * scales[k]).to(part.dtype) for k, (x, part) in enumerate(zip(exact, parts, strict=True))
-        ]
+        each = zip(exact, parts, means, scales, strict=True)
+        return [((x - mean) * scale).to(part.dtype) for x, part, mean, scale in each]
 
     def standardized(self, batch: Batch) -> Tensor:
         """Return the standardized advantages; rows of weight 0 enter mean and variance too."""
@@ -161,12 +159,6 @@ class TFAgentsPPO(PPOKLPenalty):
         for module in (x for normalizer in normalizers if normalizer is not None for x in normalizer.modules()):
             if isinstance(module, RunningMoments):
                 module.variance.zero_()
-
-    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        super().check_run(trainer, rollout_shape)
-        if rollout_shape is not None:
-            expected = "at least 2, since the last step only gives its value"
-            check(rollout_shape[0] > 1, "rollout_length", rollout_shape[0], expected)
 
     def make_estimator(self, **options: Any) -> TFAgentsEstimator:  # noqa: ANN401 - options of the estimator
         return TFAgentsEstimator(self.policy, self.normalizers, **options)

@@ -164,7 +164,6 @@ def summarize(runs: Sequence[Series], statistic: Statistic = "iqm", confidence: 
     `ConfigurationError`. `iqm` excludes the lowest and the highest quarter of the runs at each step (Agarwal et al.
     2021); with fewer than four runs it is the mean. `confidence` is the level of the percentile bootstrap interval.
     """
-    check(statistic in ("iqm", "mean"), "statistic", statistic, "iqm or mean")
     check(0 < confidence < 1, "confidence", confidence, "a number between 0 and 1")
     steps = _common_steps(runs)
     values = np.stack([np.interp(steps, *run) for run in runs])

@@ -125,22 +125,16 @@ def _check_learning_rates(given: Mapping[str, Any]) -> None:
     check(not setters, field, adaptive, f"null, since {' and '.join(setters)} is set")
 
 
-_REASONS = {
-    LearningRateFinder: (
-        "it selects a rate by how fast the loss falls, and the loss of a policy gradient does not measure the policy: "
-        "expected runs compared by their return, as in examples/tune.py, or optimizer.adaptive_learning_rate"
-    ),
-    BatchSizeFinder: (
-        "a batch is a rollout, whose size is part of the algorithm: expected num_envs and rollout_length for the task, "
-        "and more minibatches if memory is short"
-    ),
+_TUNERS = {
+    LearningRateFinder: "its measure, the loss, says nothing about a policy; compare returns (examples/tune.py)",
+    BatchSizeFinder: "a batch is a rollout; set num_envs and rollout_length, or more minibatches if memory is short",
 }
 
 
 def refuse_tuners(trainer: Trainer) -> None:
     """Check that a Trainer has no callback that searches a learning rate or batch size; Lightning's Tuner adds them."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, reason in _REASONS.items():
+        for kind, reason in _TUNERS.items():
             if isinstance(callback, kind):
                 raise ConfigurationError(f"trainer.callbacks: {kind.__name__} cannot be used: {reason}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -111,8 +110,6 @@ def make_action_head(
     if not isinstance(space, spaces.Dict | spaces.Tuple) or kind == _AUTOREGRESSIVE:
         return _make_head(_FIELD, space, in_features, initial_log_std, action_distribution, mask_space)
     parts = space_leaves(space)
-    if not parts:
-        raise ConfigurationError(f"action_space={space} is not supported: expected at least one part")
     choices = action_distribution or {}
     if not isinstance(choices, dict) or not set(choices) <= set(parts):
         expected = f"a mapping from parts of the action to distributions; the parts are {', '.join(parts)}"
@@ -165,8 +162,6 @@ def _kind_and_options(field: str, space: spaces.Space[Any], choice: ActionDistri
     options = dict(choice) if isinstance(choice, dict) else {}
     name = options.pop("kind", None) if isinstance(choice, dict) else choice
     check(choice is None or isinstance(name, str), field, choice, expected)
-    if not all(np.prod(leaf.shape or ()) for leaf in space_leaves(space).values()):
-        raise ConfigurationError(f"action_space={space} is not supported: expected at least one component")
     if name is None:
         name = next((one for one in _DEFAULTS if KINDS[one].suits(space)), None)
         if name is None:
@@ -183,8 +178,6 @@ def _kind_and_options(field: str, space: spaces.Space[Any], choice: ActionDistri
 
 
 def _check_masks(field: str, mask_space: spaces.Space[Any], head: nn.Module) -> None:
-    takes = "mask" in inspect.signature(head.forward).parameters
-    check(takes, field, type(head).__name__, "a head whose forward takes 'mask' too, since this part has a mask")
     is_one = isinstance(mask_space, ActionMask) and mask_space.given is None
     expected = f"{_AUTOREGRESSIVE}, since there are masks of single components or that depend on another's choice"
     check(is_one or isinstance(head, AutoregressiveHead), field, type(head).__name__, expected)
