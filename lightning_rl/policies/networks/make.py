@@ -52,27 +52,23 @@ def make_encoder(
     Raises:
         ConfigurationError: The space is not supported, or a name, a path or a class is not valid.
     """
-    is_nested = isinstance(space, spaces.Dict | spaces.Tuple)
     mlp = (hidden_sizes, activation, discrete_encoding)
-    given: dict[str, nn.Module] = {}
+    leaves = space_leaves(space) if isinstance(space, spaces.Dict | spaces.Tuple) else {}
+    images = [path for path, leaf in leaves.items() if is_image(leaf)]
+    chosen: dict[str, Any]
     if is_by_path(network):
-        leaves = space_leaves(space) if is_nested else {}
-        known = f"paths of leaves ({', '.join(leaves)})" if is_nested else "a dict with 'class_path'"
-        for path, one in network.items():
-            check(path in leaves, "policy.network", network, f"{known}, got {path!r}")
-            given[path] = _flat_encoder(f"policy.network.{path}", leaves[path], cast(str | ClassSpec, one), *mlp)
-        network = "auto"
-    elif not is_nested or network not in _OF_IMAGES:
-        return _flat_encoder("policy.network", space, network, *mlp)
-    encoders: dict[str, nn.Module] = {}
-    for path, leaf in space_leaves(space).items():
-        if path in given:
-            encoders[path] = given[path]
-        elif is_image(leaf):
-            encoders[path] = _flat_encoder("policy.network", leaf, network, *mlp)
-    expected = f"auto or mlp, since there is no image in {space}"
-    check(network == "auto" or bool(encoders), "policy.network", network, expected)
-    return MLPEncoder(space, *mlp, encoders)
+        known = f"paths of leaves ({', '.join(leaves)})" if leaves else "a dict with 'class_path'"
+        unknown = ", ".join(map(repr, network.keys() - leaves))
+        check(not unknown, "policy.network", network, f"{known}, got {unknown}")
+        chosen = network | {path: "auto" for path in images if path not in network}
+    elif leaves and network in _OF_IMAGES:
+        expected = f"auto or mlp, since there is no image in {space}"
+        check(network == "auto" or bool(images), "policy.network", network, expected)
+        chosen = dict.fromkeys(images, network)
+    else:
+        return _flat_encoder("policy.network", space, network, mlp)
+    made = {path: _flat_encoder(f"policy.network.{path}", leaves[path], one, mlp) for path, one in chosen.items()}
+    return MLPEncoder(space, *mlp, {path: made[path] for path in leaves if path in made})
 
 
 def name_image_networks(space: spaces.Space[Any], network: Network = "auto") -> Network:
@@ -104,14 +100,12 @@ def _flat_encoder(
     field: str,
     space: spaces.Space[Any],
     network: str | ClassSpec,
-    hidden_sizes: Sequence[int],
-    activation: str,
-    discrete_encoding: DiscreteEncoding,
+    mlp: tuple[Sequence[int], str, DiscreteEncoding],
 ) -> nn.Module:
     if network == "auto":
         network = network_for_image(space) if is_image(space) else "mlp"
     if network == "mlp":
-        return MLPEncoder(space, hidden_sizes, activation, discrete_encoding)
+        return MLPEncoder(space, *mlp)
     if network == "nature":
         return NatureEncoder(space)
     if network == "impala":
