@@ -78,17 +78,18 @@ class OffPolicyPPG(PPG):
         )
         self.updates_per_rollout = updates_per_rollout
         self.batch_size = batch_size
-        sizes = {"policy": policy_buffer_size, "value": value_buffer_size}
-        limits = {"policy": policy_max_use, "value": value_max_use}
-        for name, size in sizes.items():
-            check(size >= batch_size, f"{name}_buffer_size", size, f"at least batch_size={batch_size}")
+        self.sources = {
+            "policy": UseLimitedBuffer(policy_buffer_size, policy_max_use),
+            "value": UseLimitedBuffer(value_buffer_size, value_max_use),
+        }
+        self.replays.update(self.sources)
+        for name, buffer in self.sources.items():
+            check(buffer.size >= batch_size, f"{name}_buffer_size", buffer.size, f"at least batch_size={batch_size}")
         if (given := self.minibatch_size) is not None:
             check(batch_size % given == 0, "minibatch_size", given, f"a divisor of batch_size={batch_size}")
         else:
             number = self.num_minibatches_of([batch_size])
             check(number <= batch_size, "num_minibatches", number, f"no more than batch_size={batch_size}")
-        self.sources = {name: UseLimitedBuffer(size, limits[name]) for name, size in sizes.items()}
-        self.replays.update(self.sources)
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         super().check_run(trainer, None)

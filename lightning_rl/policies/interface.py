@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.nested import Nested, map_leaves, map_space, part_at, space_leaves, without
+from lightning_rl.nested import Nested, map_leaves, map_paths, map_space, part_at, space_leaves, without
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.recurrent import MemoryOptions, reset_memory
 from lightning_rl.rollouts.sequences import Sequences
@@ -181,10 +181,9 @@ def act(
     num_rows = _num_rows(space, parts)
     single = num_rows is None
     parameter = next(policy.parameters())
-    paths = iter(parts)
 
-    def rows(leaf: spaces.Space[Any]) -> torch.Tensor:
-        part = parts[next(paths)].astype(observation_dtype(leaf, parameter.dtype))
+    def rows(path: str, leaf: spaces.Space[Any]) -> Tensor:
+        part = parts[path].astype(observation_dtype(leaf, parameter.dtype))
         return torch.from_numpy(part[None] if single else part).to(parameter.device)
 
     recurrent = as_recurrent(policy)
@@ -196,7 +195,7 @@ def act(
         if episode_starts is not None:
             memory = reset_memory(memory, np.atleast_1d(np.asarray(episode_starts, bool)))
         acting["memory"] = memory
-    output = policy.act(map_space(rows, space), deterministic=deterministic, **acting)  # type: ignore[operator]
+    output = policy.act(map_paths(rows, space), deterministic=deterministic, **acting)  # type: ignore[operator]
     actions = to_environment(action_space, map_leaves(lambda x: x.cpu().numpy(), output.environment_action))
     if single:
         actions = map_leaves(lambda x: x[0], actions)

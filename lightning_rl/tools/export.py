@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -23,7 +24,7 @@ from torch.export import Dim, ExportedProgram
 
 from lightning_rl import __version__
 from lightning_rl.distributed import causes
-from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, nested_paths, part_at
+from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_paths, nested_paths, part_at
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import acting_space, as_recurrent, tensor_conversion
 from lightning_rl.spaces import observation_dtype, sampled_observations, space_to_dict
@@ -341,13 +342,12 @@ def _steps(
         return [example_observations(policy, observation_space, seed) for seed in range(_MAX_STEPS)]
     dtype, space = next(policy.parameters()).dtype, acting_space(policy, observation_space)
 
-    def rows(observation: Nested, path: str) -> Tensor:
+    def rows(observation: Nested, path: str, leaf: spaces.Space[Any]) -> Tensor:
         part = part_at(observation, path)
         array = part.cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
-        return torch.from_numpy(array[:_MAX_ROWS].astype(observation_dtype(part_at(space, path), dtype)))
+        return torch.from_numpy(array[:_MAX_ROWS].astype(observation_dtype(leaf, dtype)))
 
-    paths = nested_paths(space)
-    return [map_leaves(lambda path: rows(x, path), paths) for x in observations[:_MAX_STEPS]]  # noqa: B023 - at once
+    return [map_paths(functools.partial(rows, x), space) for x in observations[:_MAX_STEPS]]
 
 
 def _save(

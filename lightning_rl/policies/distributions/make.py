@@ -11,7 +11,7 @@ from gymnasium import spaces
 from torch import nn
 
 from lightning_rl.masks import MAX_INTEGER_CHOICES, ActionMask, MaskLayout, num_choices
-from lightning_rl.nested import join, map_space, part_at, replace_leaves, space_leaves
+from lightning_rl.nested import join, map_paths, part_at, replace_leaves, space_leaves
 from lightning_rl.options import types_of
 from lightning_rl.policies.distributions.base import Initialization
 from lightning_rl.policies.distributions.continuous import BetaHead, GaussianHead, SquashedGaussianHead
@@ -115,14 +115,12 @@ def make_action_head(
         expected = f"a mapping from parts of the action to distributions; the parts are {', '.join(parts)}"
         raise ConfigurationError(f"{_FIELD}={choices!r} is not valid: expected {expected}")
     masked = [path for path in parts if any(mask == path or mask.startswith(join(path, "")) for mask in masks)]
-    paths = iter(parts)
 
-    def make(part: spaces.Space[Any]) -> nn.Module:
-        path = next(paths)
+    def make(path: str, part: spaces.Space[Any]) -> nn.Module:
         own_masks = _masks_of(path, mask_space) if path in masked else None
         return _make_head(f"{_FIELD}.{path}", part, in_features, initial_log_std, choices.get(path), own_masks)
 
-    return JointHead(map_space(make, space), list(parts), masked)
+    return JointHead(map_paths(make, space), list(parts), masked)
 
 
 def _masks_of(path: str, mask_space: spaces.Space[Any] | None) -> spaces.Space[Any]:
