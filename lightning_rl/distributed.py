@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -25,8 +25,6 @@ _PARENT = os.getppid()
 _CLAIM = "lightning_rl/failed"
 _GLOO_GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Gloo group of all ranks, by the default group."""
-Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over all ranks."""
 
 
 def _has_process_group() -> bool:
@@ -155,11 +153,6 @@ def moments(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     total = counts.sum(0)
     mean = (counts * means).sum(0) / total.clamp(min=1)
     return total, mean, (squares + counts * (means - mean).square()).sum(0)
-
-
-def identity(x: Tensor) -> Tensor:
-    """Return `x`: the `Reduce` of a single rank."""
-    return x
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:

@@ -68,10 +68,11 @@ def default_groups(cls: type) -> dict[str, Group]:
     return {name: value for name, value in defaults_of(cls).items() if is_dataclass(value)}
 
 
-def types_of(source: Callable[..., Any]) -> dict[str, Any]:
+def types_of(source: Callable[..., Any], include_extras: bool = False) -> dict[str, Any]:
     """Return the type of each option of a function or class by its full name, such as `optimizer.max_grad_norm`.
 
-    Options of a base class are included if the constructor passes `**kwargs` on to it.
+    Options of a base class are included if the constructor passes `**kwargs` on to it. `include_extras` keeps the
+    ranges of options that are not in a group.
     """
     types: dict[str, Any] = {}
     for function in (
@@ -80,7 +81,7 @@ def types_of(source: Callable[..., Any]) -> dict[str, Any]:
         else [source]
     ):
         parameters = list(inspect.signature(function).parameters.values())
-        hints = get_type_hints(function)
+        hints = get_type_hints(function, include_extras=include_extras)
         for parameter in parameters:
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name in hints:
                 types |= _leaf_types(parameter.name, hints[parameter.name])
@@ -90,7 +91,7 @@ def types_of(source: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _leaf_types(name: str, hint: Any) -> dict[str, Any]:  # noqa: ANN401
-    group = next((one for one in (hint, *get_args(hint)) if is_dataclass(one)), None)
+    group = next((one for one in (hint, *get_args(hint)) if isinstance(one, type) and is_dataclass(one)), None)
     if group is None:
         return {name: hint}
     fields_of_group = get_type_hints(group).items()

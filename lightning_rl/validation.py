@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import importlib
+import importlib.util
 import inspect
 import math
 import sys
@@ -155,11 +155,6 @@ def check_number(
     at_most: float | None = None,
 ) -> float:
     """Return `value`, or raise unless it is a finite number inside the given bounds, and float32 can hold it."""
-    bounds = [
-        f"{word} {bound:g}"
-        for word, bound in (("above", above), ("at least", at_least), ("at most", at_most))
-        if bound is not None
-    ]
     inside = (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -168,7 +163,7 @@ def check_number(
         and (at_most is None or value <= at_most)
         and (isinstance(value, int) or math.isfinite(value))
     )
-    check(inside, field, value, "a number " + " and ".join(bounds))
+    check(inside, field, value, f"a number {Range(above, at_least, at_most)}")
     check(abs(value) <= _LARGEST, field, value, f"a number of at most {_LARGEST:.3g}, the largest of float32")
     return value
 
@@ -181,11 +176,15 @@ class Range:
     at_least: float | None = None
     at_most: float | None = None
 
+    def __str__(self) -> str:
+        return " and ".join(f"{name.replace('_', ' ')} {x:g}" for name, x in vars(self).items() if x is not None)
+
 
 PositiveInt = Annotated[int, Range(at_least=1)]
 NonNegativeInt = Annotated[int, Range(at_least=0)]
 PositiveFloat = Annotated[float, Range(above=0)]
 NonNegativeFloat = Annotated[float, Range(at_least=0)]
+UnitFloat = Annotated[float, Range(at_least=0, at_most=1)]
 
 
 def check_type(field: str, value: Any, hint: Any) -> None:  # noqa: ANN401
@@ -215,20 +214,14 @@ def check_type(field: str, value: Any, hint: Any) -> None:  # noqa: ANN401
         check_number(field, value, **asdict(arguments[1]))
 
 
-def check_can_make(field: str, folder: str | Path) -> None:
-    """Raise a `ConfigurationError` unless a folder can be made later; nothing is made."""
-    path = Path(folder).absolute()
-    make_folder(field, next(parent for parent in path.parents if parent.exists()), asked=path)
-
-
-def make_folder(field: str, folder: str | Path, asked: str | Path | None = None) -> None:
-    """Make a folder if it does not exist, or raise a `ConfigurationError` that names `asked`, by default the folder."""
+def make_folder(field: str, folder: str | Path) -> None:
+    """Make a folder if it does not exist, or raise a `ConfigurationError` if it cannot be written."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigurationError(
-            f"{field}={str(asked or folder)!r} is not valid: expected a folder that can be written: {error.strerror}"
+            f"{field}={str(folder)!r} is not valid: expected a folder that can be written: {error.strerror}"
         ) from error
 
 
@@ -375,6 +368,13 @@ def how_to_install(extra: str) -> str:
     """Return the commands that install an extra, with the package and in a checkout, to end a message with."""
     constraints = "" if extra == "robotics" else "-c constraints.txt "  # robotics needs a newer MuJoCo
     return f"pip install 'lightning-rl[{extra}]', in a checkout pip install {constraints}-e '.[{extra}]'"
+
+
+def check_installed(what: str, extra: str, *packages: str) -> None:
+    """Raise a `ConfigurationError` with the command that installs an extra if a package is missing."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigurationError(f"{what} needs {package}, which is not installed: {how_to_install(extra)}")
 
 
 FROM_COMMAND_LINE = ("_class_path", "_instantiator")

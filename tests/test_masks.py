@@ -92,7 +92,7 @@ def test_masks_work_with_custom_networks_and_critic_observations():
     assert policy.value({"action_mask": mask, "observation": torch.randn(2, 3), "goal": torch.randn(2, 3)}).shape == (
         2,
     )
-    with pytest.raises(ConfigurationError, match=r"policy.critic_only=.* some of goal, observation, got 'action_mask'"):
+    with pytest.raises(ConfigurationError, match=r"policy.critic_only=.*goal, observation\), got 'action_mask'"):
         ActorCritic(space, FOUR, critic_only=["action_mask"])
     with pytest.raises(ConfigurationError, match=r"network"):
         ActorCritic(space, FOUR, network={"action_mask": "mlp"})

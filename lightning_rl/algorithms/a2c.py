@@ -13,7 +13,7 @@ from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.config import OPTIONS_OF_PASSES
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import ClassSpec, check_number
+from lightning_rl.validation import ClassSpec, NonNegativeFloat
 
 
 class A2C(OnPolicyAlgorithm):
@@ -42,7 +42,7 @@ class A2C(OnPolicyAlgorithm):
         *,
         learning_rate: Scheduled = 7e-4,
         gae_lambda: Scheduled = 1.0,
-        value_coef: float = 0.5,
+        value_coef: NonNegativeFloat = 0.5,
         entropy_coef: Scheduled = 0.01,
         **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
@@ -50,7 +50,7 @@ class A2C(OnPolicyAlgorithm):
         self.estimator.gae_lambda = self.scheduled(
             "gae_lambda", gae_lambda, at_least=0, at_most=1, owner=self.estimator
         )
-        self.value_coef = check_number("value_coef", value_coef, at_least=0)
+        self.value_coef = value_coef
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
 
     def default_optimizer(self) -> ClassSpec:

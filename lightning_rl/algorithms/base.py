@@ -75,9 +75,6 @@ from lightning_rl.training.optimizers import (
     check_optimizers,
     has_own_critic_optimizer,
     make_optimizers,
-    scheduler_spec,
-    step_scheduler,
-    try_optimizers,
 )
 from lightning_rl.training.parameter_groups import (
     ActorOrCritic,
@@ -179,7 +176,8 @@ class OnPolicyAlgorithm(LightningModule):
             debug=debug,
         )
         shipped = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("lightning_rl."))
-        check_options(options, types_of(shipped), self.without_effect, flat(defaults_of(type(self)), groups))
+        types, defaults = types_of(shipped, include_extras=True), flat(defaults_of(type(self)), groups)
+        check_options(options, types, self.without_effect, defaults)
         self.observation_space = space_from_dict(options["observation_space"])
         self.action_space = space_from_dict(options["action_space"])
         self.max_skipped_updates = options["debug.max_skipped_updates"]
@@ -390,7 +388,7 @@ class OnPolicyAlgorithm(LightningModule):
             self._commit_update(rollout)
         skipped = {"skipped_updates": float(bool(not_finite))} if self.max_skipped_updates else {}
         for config in self.trainer.lr_scheduler_configs:
-            step_scheduler(config.scheduler, scheduler_spec(self.options))
+            config.scheduler.step()  # type: ignore[call-arg]
         self.clock.policy_version += 1
         _update_acting_policy(self)
         if (publish := getattr(self.trainer.datamodule, "publish_policy", None)) is not None:  # type: ignore[attr-defined]
@@ -609,7 +607,6 @@ class OnPolicyAlgorithm(LightningModule):
         check(has_update, "model", type(self).__name__, "a subclass that defines update(rollout)")
         check_trainer(self, trainer, rollout_shape)
         device = training_device(trainer)
-        try_optimizers(self.policy, self.options, self.default_optimizer(), device)
         problem = fast.compiler_problem(device) or None
         fast_paths = self.options["debug.fast_paths"]
         check(fast_paths != "compiled" or problem is None, "debug.fast_paths", fast_paths, f"auto, since {problem}")

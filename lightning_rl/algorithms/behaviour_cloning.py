@@ -17,7 +17,7 @@ from lightning_rl.training.config import OPTIONS_OF_PASSES, OPTIONS_OF_TARGETS
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.parameter_groups import ActorOrCritic
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import check, check_positive_int
+from lightning_rl.validation import PositiveInt, check
 
 _WITHOUT_EFFECT = (
     *("gamma", "policy.memory", "normalization.rewards", "normalization.values", "debug.histograms"),
@@ -50,8 +50,8 @@ class BehaviourCloning(OnPolicyAlgorithm):
         observation_space: SpaceOrDict,
         action_space: SpaceOrDict,
         *,
-        num_epochs: int = 1,
-        num_minibatches: int = 4,
+        num_epochs: PositiveInt = 1,
+        num_minibatches: PositiveInt = 4,
         entropy_coef: Scheduled = 0.0,
         learning_rate: Scheduled = 1e-3,
         **kwargs: Any,  # noqa: ANN401 - options of the base class
@@ -60,8 +60,8 @@ class BehaviourCloning(OnPolicyAlgorithm):
         bounded = any(isinstance(part, BetaHead | SquashedGaussianHead) for part in self.policy.modules())
         expected = "distributions whose actions are in the units of the space, as recorded ones are"
         check(not bounded, "policy.action_distribution", self.options["policy.action_distribution"], expected)
-        self.num_epochs = check_positive_int("num_epochs", num_epochs)
-        self.num_minibatches = check_positive_int("num_minibatches", num_minibatches)
+        self.num_epochs = num_epochs
+        self.num_minibatches = num_minibatches
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
 
     def update(self, rollout: Rollout) -> None:

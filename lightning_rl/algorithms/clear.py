@@ -17,9 +17,10 @@ from lightning_rl.rollouts.batch import on_grid, set_common_weight
 from lightning_rl.rollouts.replay import ReplayPolicy, UnrollMemory, drop_unless_alike, layout_of_unrolls
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
+from lightning_rl.training.checks import check_memory
 from lightning_rl.training.loss import Loss
-from lightning_rl.training.minibatches import Unroll, check_room_for_unroll, unroll
-from lightning_rl.validation import check_number
+from lightning_rl.training.minibatches import Unroll, unroll
+from lightning_rl.validation import NonNegativeFloat, PositiveFloat
 
 
 class CLEAR(IMPALA):
@@ -47,19 +48,18 @@ class CLEAR(IMPALA):
         observation_space: SpaceOrDict,
         action_space: SpaceOrDict,
         *,
-        replay_ratio: float = 1.0,
-        replay_memory_gib: float = 1.0,
+        replay_ratio: PositiveFloat = 1.0,
+        replay_memory_gib: PositiveFloat = 1.0,
         replay_policy: ReplayPolicy = "reservoir",
         replay_in_checkpoint: bool = True,
-        policy_cloning_coef: float = 0.01,
-        value_cloning_coef: float = 0.005,
+        policy_cloning_coef: NonNegativeFloat = 0.01,
+        value_cloning_coef: NonNegativeFloat = 0.005,
         **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, **kwargs)
-        self.replay_ratio = check_number("replay_ratio", replay_ratio, above=0)
-        check_number("replay_memory_gib", replay_memory_gib, above=0)
-        self.policy_cloning_coef = check_number("policy_cloning_coef", policy_cloning_coef, at_least=0)
-        self.value_cloning_coef = check_number("value_cloning_coef", value_cloning_coef, at_least=0)
+        self.replay_ratio = replay_ratio
+        self.policy_cloning_coef = policy_cloning_coef
+        self.value_cloning_coef = value_cloning_coef
         self.kept = UnrollMemory(int(replay_memory_gib * 2**30), replay_policy)
         self.replays["unrolls"] = self.kept
         if not replay_in_checkpoint:
@@ -68,7 +68,7 @@ class CLEAR(IMPALA):
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         super().check_run(trainer, rollout_shape)
         if rollout_shape is not None:
-            check_room_for_unroll(self, self.kept, rollout_shape[0], with_distributions=True)
+            check_memory(self, "replay_memory_gib", rollout_shape[0])
 
     def update(self, rollout: Rollout) -> None:
         steps = self.batch(rollout)

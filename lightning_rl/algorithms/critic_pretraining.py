@@ -19,9 +19,10 @@ from lightning_rl.rollouts.replay import UnrollMemory, drop_unless_alike, layout
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.advantages import AdvantageEstimator
+from lightning_rl.training.checks import check_memory
 from lightning_rl.training.config import OPTIONS_OF_PASSES
 from lightning_rl.training.loss import Loss
-from lightning_rl.training.minibatches import Reduction, check_room_for_unroll, reduction_scale, unroll
+from lightning_rl.training.minibatches import Reduction, reduction_scale, unroll
 from lightning_rl.training.parameter_groups import (
     ActorOrCritic,
     check_critic,
@@ -29,7 +30,7 @@ from lightning_rl.training.parameter_groups import (
     parameters_of_policy,
 )
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import check, check_number, check_positive_int
+from lightning_rl.validation import NonNegativeFloat, PositiveFloat, PositiveInt, check
 
 
 class ReturnEstimator(AdvantageEstimator):
@@ -96,10 +97,10 @@ class CriticPretraining(OnPolicyAlgorithm):
         target: Literal["discounted_return", "vtrace"] = "discounted_return",
         vtrace_lambda: Scheduled = 1.0,
         trains: Literal["critic", "network"] = "critic",
-        replay_ratio: float = 0.0,
-        replay_memory_gib: float = 1.0,
-        num_epochs: int = 4,
-        num_minibatches: int = 4,
+        replay_ratio: NonNegativeFloat = 0.0,
+        replay_memory_gib: PositiveFloat = 1.0,
+        num_epochs: PositiveInt = 4,
+        num_minibatches: PositiveInt = 4,
         learning_rate: Scheduled = 1e-3,
         reduction: Reduction = "mean",
         reward_scale: float = 1.0,
@@ -113,8 +114,7 @@ class CriticPretraining(OnPolicyAlgorithm):
         self.trains = trains
         if trains == "critic":
             check_critic(self.policy, "model", type(self).__name__)
-        self.replay_ratio = check_number("replay_ratio", replay_ratio, at_least=0)
-        check_number("replay_memory_gib", replay_memory_gib, above=0)
+        self.replay_ratio = replay_ratio
         self.kept = UnrollMemory(int(replay_memory_gib * 2**30))
         if replay_ratio:
             self.replays["unrolls"] = self.kept
@@ -126,8 +126,8 @@ class CriticPretraining(OnPolicyAlgorithm):
         self.estimator.vtrace_lambda = self.scheduled(
             "vtrace_lambda", vtrace_lambda, at_least=0, at_most=1, owner=self.estimator
         )
-        self.num_epochs = check_positive_int("num_epochs", num_epochs)
-        self.num_minibatches = check_positive_int("num_minibatches", num_minibatches)
+        self.num_epochs = num_epochs
+        self.num_minibatches = num_minibatches
 
     def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
         own = self.trains == "network"
@@ -136,7 +136,7 @@ class CriticPretraining(OnPolicyAlgorithm):
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         super().check_run(trainer, rollout_shape)
         if self.replay_ratio and rollout_shape is not None:
-            check_room_for_unroll(self, self.kept, rollout_shape[0], with_distributions=False)
+            check_memory(self, "replay_memory_gib", rollout_shape[0])
 
     def make_estimator(self, **options: Any) -> ReturnEstimator:  # noqa: ANN401 - options of the estimator
         return ReturnEstimator(self.policy, self.normalizers, **options)

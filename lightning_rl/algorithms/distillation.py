@@ -49,7 +49,6 @@ class Distillation(PPO):
         **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, **kwargs)
-        check(isinstance(teacher, str), "teacher", teacher, "the path of a checkpoint, as a string")
         self.distillation_coef = self.scheduled("distillation_coef", distillation_coef, at_least=0)
         self.rl_coef = self.scheduled("rl_coef", rl_coef, at_least=0)
 

@@ -23,7 +23,7 @@ from lightning_rl.training.config import OPTIONS_OF_PASSES, OPTIONS_OF_TARGETS
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import Reduction, Unroll, VTraceEstimates, reduction_scale, unroll
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import ClassSpec, check_number
+from lightning_rl.validation import ClassSpec, NonNegativeFloat, PositiveFloat, UnitFloat
 
 
 class IMPALA(OnPolicyAlgorithm):
@@ -62,12 +62,12 @@ class IMPALA(OnPolicyAlgorithm):
         *,
         learning_rate: Scheduled = 6e-4,
         vtrace_lambda: Scheduled = 1.0,
-        clip_rho: float | None = 1.0,
-        clip_c: float | None = 1.0,
-        clip_pg_rho: float | None = 1.0,
-        vtrace_leak: float = 0.0,
+        clip_rho: PositiveFloat | None = 1.0,
+        clip_c: PositiveFloat | None = 1.0,
+        clip_pg_rho: PositiveFloat | None = 1.0,
+        vtrace_leak: UnitFloat = 0.0,
         clip_advantage: bool = False,
-        value_coef: float = 0.5,
+        value_coef: NonNegativeFloat = 0.5,
         entropy_coef: Scheduled = 0.01,
         reduction: Reduction = "mean",
         reward_scale: float = 1.0,
@@ -77,14 +77,11 @@ class IMPALA(OnPolicyAlgorithm):
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
         self.reduction = reduction
         self.normalizers.transform_rewards(reward_scale, reward_clip, self.options["normalization.rewards"])
-        for name, bound in (("clip_rho", clip_rho), ("clip_c", clip_c), ("clip_pg_rho", clip_pg_rho)):
-            if bound is not None:
-                check_number(name, bound, above=0)
         self.clip_rho, self.clip_c, self.clip_pg_rho = clip_rho, clip_c, clip_pg_rho
         self.vtrace_lambda = self.scheduled("vtrace_lambda", vtrace_lambda, at_least=0, at_most=1)
-        self.vtrace_leak = check_number("vtrace_leak", vtrace_leak, at_least=0, at_most=1)
+        self.vtrace_leak = vtrace_leak
         self.clip_advantage = clip_advantage
-        self.value_coef = check_number("value_coef", value_coef, at_least=0)
+        self.value_coef = value_coef
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
 
     def default_optimizer(self) -> ClassSpec:

@@ -25,7 +25,7 @@ from lightning_rl.training.config import (
     OptimizerOptions,
 )
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import check, check_bool
+from lightning_rl.validation import PositiveInt, check, check_bool
 
 _ENCODER_OPTIONS = ("network", "hidden_sizes", "activation", "discrete_encoding")
 
@@ -125,8 +125,8 @@ class MAPPO(PPO):
         action_space: SpaceOrDict,
         *,
         share_policy: bool = True,
-        num_epochs: int = 10,
-        num_minibatches: int | None = 1,
+        num_epochs: PositiveInt = 10,
+        num_minibatches: PositiveInt | None = 1,
         entropy_coef: Scheduled = 0.01,
         policy: PolicyOptions = PolicyConfig(activation="relu", critic_only=("state",)),
         optimizer: OptimizerOptions = OptimizerConfig(max_grad_norm=10.0),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.distributed import all_reduce
-from lightning_rl.nested import Nested, map_leaves, space_leaves
+from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.networks.mlp import HeadLinear
@@ -22,13 +22,14 @@ from lightning_rl.rollouts.batch import Batch, on_grid, set_global_weights
 from lightning_rl.rollouts.replay import Layout, RolloutMemory, drop_unless_alike
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.rollouts.sequences import Sequences
-from lightning_rl.spaces import SpaceOrDict, observation_dtype
+from lightning_rl.spaces import SpaceOrDict
+from lightning_rl.training.checks import check_memory
 from lightning_rl.training.config import AdvantageConfig, AdvantageOptions, OptimizerConfig, OptimizerOptions
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.optimizers import optimizers_and_schedulers
 from lightning_rl.training.parameter_groups import ActorOrCritic
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import check, check_number, check_positive_int
+from lightning_rl.validation import NonNegativeFloat, PositiveFloat, PositiveInt, check
 
 Architecture = Literal["dual", "shared", "detached"]
 
@@ -111,23 +112,23 @@ class PPG(PPO):
         observation_space: SpaceOrDict,
         action_space: SpaceOrDict,
         *,
-        num_policy_iterations: int = 32,
-        num_aux_epochs: int = 6,
-        num_aux_minibatches: int | None = None,
+        num_policy_iterations: PositiveInt = 32,
+        num_aux_epochs: PositiveInt = 6,
+        num_aux_minibatches: PositiveInt | None = None,
         aux_sequences: bool = False,
-        cloning_coef: float = 1.0,
-        aux_value_coef: float = 1.0,
-        aux_clip_range_value: float | None = None,
-        aux_learning_rate_scale: float = 1.0,
+        cloning_coef: NonNegativeFloat = 1.0,
+        aux_value_coef: NonNegativeFloat = 1.0,
+        aux_clip_range_value: PositiveFloat | None = None,
+        aux_learning_rate_scale: PositiveFloat = 1.0,
         separate_aux_optimizer: bool = True,
-        aux_memory_gib: float = 8.0,
+        aux_memory_gib: PositiveFloat = 8.0,
         architecture: Architecture = "dual",
-        kl_penalty_coef: float = 0.0,
+        kl_penalty_coef: NonNegativeFloat = 0.0,
         learning_rate: Scheduled = 5e-4,
-        num_epochs: int = 1,
-        num_minibatches: int | None = 8,
+        num_epochs: PositiveInt = 1,
+        num_minibatches: PositiveInt | None = 8,
         gamma: float = 0.999,
-        value_coef: float = 1.0,
+        value_coef: NonNegativeFloat = 1.0,
         entropy_coef: Scheduled = 0.01,
         optimizer: OptimizerOptions = OptimizerConfig(max_grad_norm=None),
         advantages: AdvantageOptions = AdvantageConfig(normalize="rollout"),
@@ -146,21 +147,16 @@ class PPG(PPO):
             advantages=advantages,
             **kwargs,
         )
-        self.kl_penalty_coef = check_number("kl_penalty_coef", kl_penalty_coef, at_least=0)
-        self.num_aux_epochs = check_positive_int("num_aux_epochs", num_aux_epochs)
-        if num_aux_minibatches is not None:
-            check_positive_int("num_aux_minibatches", num_aux_minibatches)
+        self.kl_penalty_coef = kl_penalty_coef
+        self.num_aux_epochs = num_aux_epochs
         self.num_aux_minibatches = num_aux_minibatches
         self.aux_sequences = aux_sequences
-        self.cloning_coef = check_number("cloning_coef", cloning_coef, at_least=0)
-        self.aux_value_coef = check_number("aux_value_coef", aux_value_coef, at_least=0)
-        if aux_clip_range_value is not None:
-            check_number("aux_clip_range_value", aux_clip_range_value, above=0)
+        self.cloning_coef = cloning_coef
+        self.aux_value_coef = aux_value_coef
         self.aux_clip_range_value = aux_clip_range_value
-        self.aux_learning_rate_scale = check_number("aux_learning_rate_scale", aux_learning_rate_scale, above=0)
+        self.aux_learning_rate_scale = aux_learning_rate_scale
         self.steps.num_sets = 2 if separate_aux_optimizer else 1
-        self.aux_memory_gib = check_number("aux_memory_gib", aux_memory_gib, above=0)
-        self.kept = RolloutMemory(check_positive_int("num_policy_iterations", num_policy_iterations))
+        self.kept = RolloutMemory(num_policy_iterations)
         self.replays["rollouts"] = self.kept
 
     def make_policy(self) -> AuxiliaryActorCritic:
@@ -247,17 +243,7 @@ class PPG(PPO):
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         super().check_run(trainer, rollout_shape)
         if rollout_shape is not None:
-            self.check_memory(math.prod(rollout_shape) * self.kept.capacity)
-
-    def check_memory(self, num_steps: int) -> None:
-        """Raise a `ConfigurationError` unless that many steps, with value and return, fit into `aux_memory_gib`."""
-        dtype = next(self.policy.parameters()).dtype
-        leaves = space_leaves(self.observation_space).values()
-        sizes = [math.prod(x.shape or ()) * observation_dtype(x, dtype).itemsize for x in leaves]
-        bytes_ = sum(sizes) + 2 * (8 if dtype == torch.float64 else 4)
-        needed = num_steps * bytes_ / 2**30
-        expected = f"at least {needed:.3g}, for {num_steps} steps of {bytes_} bytes"
-        check(needed <= self.aux_memory_gib, "aux_memory_gib", self.aux_memory_gib, expected)
+            check_memory(self, "aux_memory_gib", math.prod(rollout_shape) * self.kept.capacity)
 
     def store_rollout(self, rollout: Rollout, batch: Batch) -> None:
         """Store a rollout for the auxiliary phase; `batch` has its steps, with their indices t · B + b as `places`."""

@@ -15,10 +15,11 @@ from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.replay import Layout, UseLimitedBuffer, drop_unless_alike
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
+from lightning_rl.training.checks import check_memory
 from lightning_rl.training.config import AdvantageConfig, AdvantageOptions
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import BatchPair
-from lightning_rl.validation import check, check_positive_int
+from lightning_rl.validation import PositiveInt, check
 
 
 class OffPolicyPPG(PPG):
@@ -54,15 +55,15 @@ class OffPolicyPPG(PPG):
         observation_space: SpaceOrDict,
         action_space: SpaceOrDict,
         *,
-        updates_per_rollout: int = 4,
-        batch_size: int = 256,
-        policy_buffer_size: int = 4096,
-        policy_max_use: int | None = 3,
-        value_buffer_size: int = 4096,
-        value_max_use: int | None = 5,
-        num_policy_iterations: int = 32,
-        num_epochs: int = 1,
-        num_minibatches: int | None = 1,
+        updates_per_rollout: PositiveInt = 4,
+        batch_size: PositiveInt = 256,
+        policy_buffer_size: PositiveInt = 4096,
+        policy_max_use: PositiveInt | None = 3,
+        value_buffer_size: PositiveInt = 4096,
+        value_max_use: PositiveInt | None = 5,
+        num_policy_iterations: PositiveInt = 32,
+        num_epochs: PositiveInt = 1,
+        num_minibatches: PositiveInt | None = 1,
         advantages: AdvantageOptions = AdvantageConfig(normalize="minibatch"),
         **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
@@ -75,27 +76,26 @@ class OffPolicyPPG(PPG):
             advantages=advantages,
             **kwargs,
         )
-        self.updates_per_rollout = check_positive_int("updates_per_rollout", updates_per_rollout)
-        self.batch_size = check_positive_int("batch_size", batch_size)
-        sizes = {"policy": policy_buffer_size, "value": value_buffer_size}
-        limits = {"policy": policy_max_use, "value": value_max_use}
-        for name, size in sizes.items():
-            check_positive_int(f"{name}_buffer_size", size)
-            check(size >= batch_size, f"{name}_buffer_size", size, f"at least batch_size={batch_size}")
-            if (limit := limits[name]) is not None:
-                check_positive_int(f"{name}_max_use", limit)
+        self.updates_per_rollout = updates_per_rollout
+        self.batch_size = batch_size
+        self.sources = {
+            "policy": UseLimitedBuffer(policy_buffer_size, policy_max_use),
+            "value": UseLimitedBuffer(value_buffer_size, value_max_use),
+        }
+        self.replays.update(self.sources)
+        for name, buffer in self.sources.items():
+            check(buffer.size >= batch_size, f"{name}_buffer_size", buffer.size, f"at least batch_size={batch_size}")
         if (given := self.minibatch_size) is not None:
             check(batch_size % given == 0, "minibatch_size", given, f"a divisor of batch_size={batch_size}")
         else:
             number = self.num_minibatches_of([batch_size])
             check(number <= batch_size, "num_minibatches", number, f"no more than batch_size={batch_size}")
-        self.sources = {name: UseLimitedBuffer(size, limits[name]) for name, size in sizes.items()}
-        self.replays.update(self.sources)
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         super().check_run(trainer, None)
         self.check_rows(self.batch_size * trainer.world_size, self.num_minibatches_of([self.batch_size]))
-        self.check_memory(self.kept.capacity * self.batch_size + sum(buffer.size for buffer in self.sources.values()))
+        num_steps = self.kept.capacity * self.batch_size + sum(buffer.size for buffer in self.sources.values())
+        check_memory(self, "aux_memory_gib", num_steps)
 
     def update(self, rollout: Rollout) -> None:
         """Store one rollout, then make iterations of the policy phase; an auxiliary phase follows N_π iterations."""

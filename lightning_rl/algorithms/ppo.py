@@ -20,7 +20,7 @@ from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.config import AdvantageConfig, AdvantageOptions, ClippingConfig, ClippingOptions
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import check, check_number, check_positive_int
+from lightning_rl.validation import NonNegativeFloat, PositiveInt, check
 
 # Members of PPO that its loss uses.
 READ_BY_LOSS = (
@@ -58,12 +58,12 @@ class PPO(OnPolicyAlgorithm):
         observation_space: SpaceOrDict,
         action_space: SpaceOrDict,
         *,
-        num_epochs: int = 4,
-        num_minibatches: int | None = 4,
-        minibatch_size: int | None = None,
+        num_epochs: PositiveInt = 4,
+        num_minibatches: PositiveInt | None = 4,
+        minibatch_size: PositiveInt | None = None,
         gae_lambda: Scheduled = 0.95,
         clip_range: Scheduled | None = 0.2,
-        value_coef: float = 0.5,
+        value_coef: NonNegativeFloat = 0.5,
         entropy_coef: Scheduled = 0.0,
         target_kl: Scheduled | None = None,
         advantages: AdvantageOptions = AdvantageConfig(normalize="minibatch"),
@@ -79,12 +79,11 @@ class PPO(OnPolicyAlgorithm):
             target_kl=target_kl,
             clipping=clipping,
         )
-        self.num_epochs = check_positive_int("num_epochs", num_epochs)
+        self.num_epochs = num_epochs
         self.num_minibatches, self.minibatch_size = num_minibatches, minibatch_size
         if minibatch_size is None:
-            check_positive_int("num_minibatches", num_minibatches)
+            check(num_minibatches is not None, "num_minibatches", None, "an integer, unless minibatch_size is set")
         else:
-            check_positive_int("minibatch_size", minibatch_size)
             default = defaults_of(type(self))["num_minibatches"]
             expected = f"None with minibatch_size={minibatch_size}"
             check(num_minibatches in (None, default), "num_minibatches", num_minibatches, expected)
@@ -92,7 +91,7 @@ class PPO(OnPolicyAlgorithm):
             "gae_lambda", gae_lambda, at_least=0, at_most=1, owner=self.estimator
         )
         self.clip_range = None if clip_range is None else self.scheduled("clip_range", clip_range, above=0)
-        self.value_coef = check_number("value_coef", value_coef, at_least=0)
+        self.value_coef = value_coef
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
         self.target_kl = None if target_kl is None else self.scheduled("target_kl", target_kl, above=0)
         self._set_clipping()

@@ -20,7 +20,7 @@ from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.advantages import divergence, with_acting_distributions
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import check_number
+from lightning_rl.validation import NonNegativeFloat
 
 
 class PPOKLPenalty(PPO):
@@ -50,20 +50,20 @@ class PPOKLPenalty(PPO):
         observation_space: SpaceOrDict,
         action_space: SpaceOrDict,
         *,
-        initial_kl_coef: float = 1.0,
+        initial_kl_coef: NonNegativeFloat = 1.0,
         adaptive_kl_target: Scheduled = 0.01,
-        adaptive_kl_tolerance: float = 0.3,
-        kl_cutoff_factor: float = 2.0,
-        kl_cutoff_coef: float = 0.0,
+        adaptive_kl_tolerance: NonNegativeFloat = 0.3,
+        kl_cutoff_factor: NonNegativeFloat = 2.0,
+        kl_cutoff_coef: NonNegativeFloat = 0.0,
         clip_range: Scheduled | None = None,
         **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, clip_range=clip_range, **kwargs)
-        self.adaptive = check_number("initial_kl_coef", initial_kl_coef, at_least=0) > 0
+        self.adaptive = initial_kl_coef > 0
         self.adaptive_kl_target = self.scheduled("adaptive_kl_target", adaptive_kl_target, above=0)
-        self.adaptive_kl_tolerance = check_number("adaptive_kl_tolerance", adaptive_kl_tolerance, at_least=0)
-        self.kl_cutoff_factor = check_number("kl_cutoff_factor", kl_cutoff_factor, at_least=0)
-        self.kl_cutoff_coef = check_number("kl_cutoff_coef", kl_cutoff_coef, at_least=0)
+        self.adaptive_kl_tolerance = adaptive_kl_tolerance
+        self.kl_cutoff_factor = kl_cutoff_factor
+        self.kl_cutoff_coef = kl_cutoff_coef
         self.register_buffer("kl_coef", torch.tensor(float(initial_kl_coef)))
         self._adapts, self._kl = False, self.kl_coef
 

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Mapping
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from gymnasium import spaces
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY
-from lightning_rl.distributed import all_reduce, gather_on_rank_zero
+from lightning_rl.distributed import gather_on_rank_zero
 from lightning_rl.nested import Nested, map_leaves, replace_leaves, space_leaves, without
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import Distribution
@@ -30,7 +30,7 @@ from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.normalizers import RewardNormalizer
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import check_number
+from lightning_rl.validation import Range, UnitFloat
 
 _WIDTH = 256  # of the features that the predictor predicts
 
@@ -113,16 +113,16 @@ class RND(PPO):
         *,
         intrinsic_coef: Scheduled = 1.0,
         extrinsic_coef: Scheduled = 2.0,
-        intrinsic_gamma: float = 0.99,
-        predictor_fraction: float = 0.25,
+        intrinsic_gamma: UnitFloat = 0.99,
+        predictor_fraction: Annotated[float, Range(above=0, at_most=1)] = 0.25,
         gamma: float = 0.999,
         **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, gamma=gamma, **kwargs)
         self.intrinsic_coef = self.scheduled("intrinsic_coef", intrinsic_coef, at_least=0)
         self.extrinsic_coef = self.scheduled("extrinsic_coef", extrinsic_coef, at_least=0)
-        self.intrinsic_gamma = check_number("intrinsic_gamma", intrinsic_gamma, at_least=0, at_most=1)
-        self.predictor_fraction = check_number("predictor_fraction", predictor_fraction, above=0, at_most=1)
+        self.intrinsic_gamma = intrinsic_gamma
+        self.predictor_fraction = predictor_fraction
         self.intrinsic_normalizer = RewardNormalizer(self.intrinsic_gamma, clip=None)
 
     def make_policy(self) -> CuriousActorCritic:
@@ -131,7 +131,7 @@ class RND(PPO):
     def update(self, rollout: Rollout) -> None:
         """Learn from a rollout as PPO does; the first rollout also gives the first statistics of observations."""
         for policy in (self.policy, *self.acting_copies) if self.policy_version == 0 else ():
-            policy.novelty_normalizer.update(rollout.flatten().observations, all_reduce)  # type: ignore[union-attr, operator]
+            policy.novelty_normalizer.update(rollout.flatten().observations)  # type: ignore[union-attr, operator]
         super().update(rollout)
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
@@ -188,7 +188,7 @@ class RND(PPO):
     def after_update(self, means: dict[str, float]) -> None:
         super().after_update(means)
         stream, starts = self.stream, None if self.stream.starts is None else self.stream.starts[0]
-        self.policy.novelty_normalizer.update(stream.flatten().observations, all_reduce)
+        self.policy.novelty_normalizer.update(stream.flatten().observations)
         self.intrinsic_normalizer.update(
             stream.rewards, stream.dones, stream.valid, starts=starts, repeats=stream.repeats
         )

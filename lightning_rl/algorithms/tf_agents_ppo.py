@@ -29,7 +29,7 @@ from lightning_rl.training.config import (
 )
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import check, check_number
+from lightning_rl.validation import NonNegativeFloat, PositiveInt, check
 
 
 class TFAgentsEstimator(AdvantageEstimator):
@@ -69,9 +69,8 @@ class TFAgentsEstimator(AdvantageEstimator):
         exact = [part.to(exact_dtype(part.device)) for part in parts]
         counts, means, squares = moments(exact)
         scales = (squares / counts.clamp(min=1) + 1e-8).rsqrt()
-        return [
-            ((x - means[k]) * scales[k]).to(part.dtype) for k, (x, part) in enumerate(zip(exact, parts, strict=True))
-        ]
+        each = zip(exact, parts, means, scales, strict=True)
+        return [((x - mean) * scale).to(part.dtype) for x, part, mean, scale in each]
 
     def standardized(self, batch: Batch) -> Tensor:
         """Return the standardized advantages; rows of weight 0 enter mean and variance too."""
@@ -120,13 +119,13 @@ class TFAgentsPPO(PPOKLPenalty):
         observation_space: SpaceOrDict,
         action_space: SpaceOrDict,
         *,
-        num_epochs: int = 25,
-        num_minibatches: int | None = 1,
+        num_epochs: PositiveInt = 25,
+        num_minibatches: PositiveInt | None = 1,
         clip_range: Scheduled | None = None,
-        initial_kl_coef: float = 1.0,
-        kl_cutoff_factor: float = 2.0,
-        kl_cutoff_coef: float = 1000.0,
-        value_coef: float = 1.0,
+        initial_kl_coef: NonNegativeFloat = 1.0,
+        kl_cutoff_factor: NonNegativeFloat = 2.0,
+        kl_cutoff_coef: NonNegativeFloat = 1000.0,
+        value_coef: NonNegativeFloat = 1.0,
         optimizer: OptimizerOptions = OptimizerConfig(max_grad_norm=None),
         advantages: AdvantageOptions = AdvantageConfig(
             estimator="monte_carlo", value_target="empirical", on_truncation="terminal", normalize="minibatch"
@@ -137,7 +136,6 @@ class TFAgentsPPO(PPOKLPenalty):
         sum_losses_over_ranks: bool = False,
         **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
-        check_number("kl_cutoff_factor", kl_cutoff_factor, at_least=0)
         super().__init__(
             observation_space,
             action_space,

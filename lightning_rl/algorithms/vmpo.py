@@ -22,7 +22,7 @@ from lightning_rl.training.advantages import divergence, with_acting_distributio
 from lightning_rl.training.config import OPTIONS_OF_PASSES
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import check_number, check_positive_int
+from lightning_rl.validation import NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 class VMPO(OnPolicyAlgorithm):
@@ -60,27 +60,25 @@ class VMPO(OnPolicyAlgorithm):
         action_space: SpaceOrDict,
         *,
         learning_rate: Scheduled = 1e-3,
-        num_epochs: int = 4,
-        num_minibatches: int = 1,
+        num_epochs: PositiveInt = 4,
+        num_minibatches: PositiveInt = 1,
         gae_lambda: Scheduled = 0.95,
-        temperature_epsilon: float = 0.1,
-        kl_epsilon: float = 0.01,
-        initial_temperature: float = 1.0,
-        initial_kl_coef: float = 5.0,
-        value_coef: float = 0.5,
+        temperature_epsilon: PositiveFloat = 0.1,
+        kl_epsilon: PositiveFloat = 0.01,
+        initial_temperature: PositiveFloat = 1.0,
+        initial_kl_coef: PositiveFloat = 5.0,
+        value_coef: NonNegativeFloat = 0.5,
         **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
-        check_number("initial_temperature", initial_temperature, above=0)
-        check_number("initial_kl_coef", initial_kl_coef, above=0)
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
-        self.num_epochs = check_positive_int("num_epochs", num_epochs)
-        self.num_minibatches = check_positive_int("num_minibatches", num_minibatches)
+        self.num_epochs = num_epochs
+        self.num_minibatches = num_minibatches
         self.estimator.gae_lambda = self.scheduled(
             "gae_lambda", gae_lambda, at_least=0, at_most=1, owner=self.estimator
         )
-        self.temperature_epsilon = check_number("temperature_epsilon", temperature_epsilon, above=0)
-        self.kl_epsilon = check_number("kl_epsilon", kl_epsilon, above=0)
-        self.value_coef = check_number("value_coef", value_coef, at_least=0)
+        self.temperature_epsilon = temperature_epsilon
+        self.kl_epsilon = kl_epsilon
+        self.value_coef = value_coef
 
     def make_policy(self) -> ActorCritic:
         """Return the policy with a parameter for the dual variables η and α, so that the optimizer trains them too."""

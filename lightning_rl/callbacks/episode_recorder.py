@@ -57,9 +57,7 @@ class EpisodeRecorder(Callback):
         env_kwargs: dict[str, Any] | None = None,
     ) -> None:
         known = get_args(RecordAs)
-        if formats is not None:
-            valid = bool(formats) and not isinstance(formats, str) and all(one in known for one in formats)
-            check(valid, "formats", formats, f"a list of {' or '.join(known)}, or both")
+        check(set(formats or ()) <= {*known}, "formats", formats, f"a list of {' or '.join(known)}, or both")
         self.folder = Path(folder)
         self.formats: tuple[RecordAs, ...] = tuple(formats or ())
         self.env_kwargs = env_kwargs

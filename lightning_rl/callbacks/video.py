@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from lightning_rl.checkpointing.atomic import event_files
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.training.clock import env_steps_of
-from lightning_rl.validation import ConfigurationError, check, check_positive_int, how_to_install
+from lightning_rl.validation import check, check_installed, check_positive_int
 
 Frame = np.ndarray[Any, Any]
 _TAG = "video/episode={}"
@@ -70,13 +67,12 @@ class VideoRecorder(EnvStepWriter):
             for logger in trainer.loggers:
                 show_video(logger, _TAG.format(number), video, step)
 
-        with evaluating(pl_module):
-            try:
-                data.film(Films(folder, f"step={step}-episode={{}}", show), self.episodes, self.env_kwargs)
-            except EnvironmentFailure as error:
-                if data.spec.env.on_failure == "raise":
-                    raise
-                rank_zero_warn(f"no video at {step} environment steps: {error}")
+        try:
+            data.film(Films(folder, f"step={step}-episode={{}}", show), self.episodes, self.env_kwargs)
+        except EnvironmentFailure as error:
+            if data.spec.env.on_failure == "raise":
+                raise
+            rank_zero_warn(f"no video at {step} environment steps: {error}")
 
 
 def data_of(trainer: Trainer) -> RolloutDataModule:
@@ -103,18 +99,6 @@ def _add_to_tensorboard(logger: TensorBoardLogger, tag: str, video: VideoFile, s
     height, width = video.preview.frames[0].shape[:2]
     image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=video.preview.encode())
     event_files(logger).add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
-
-
-@contextlib.contextmanager
-def evaluating(module: LightningModule) -> Iterator[None]:
-    """Set a module to evaluation mode inside, and restore the mode of each part."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
 
 
 class BoundedGif:
@@ -207,6 +191,4 @@ class Films:
 
 def check_imageio() -> None:
     """Raise a `ConfigurationError` if imageio or its ffmpeg is not installed."""
-    for package in ("imageio", "imageio_ffmpeg"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigurationError(f"video needs {package}, which is not installed: {how_to_install('video')}")
+    check_installed("video", "video", "imageio", "imageio_ffmpeg")

@@ -334,9 +334,8 @@ def _check_critic_only(
     if not paths:
         return frozenset()
     known = list(_dict_paths(space))
-    check(bool(known), "policy.critic_only", paths, f"None, since observations are no Dict but {space}")
-    for path in paths:
-        check(path in known, "policy.critic_only", paths, f"some of {', '.join(known)}, got {path!r}")
+    unknown = ", ".join(repr(path) for path in paths if path not in known)
+    check(not unknown, "policy.critic_only", paths, f"parts of a Dict ({', '.join(known)}), got {unknown}")
     left = space_leaves(without(space, paths))
     check(bool(left), "policy.critic_only", paths, "at least one part for the actor")
     check(

@@ -11,12 +11,12 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.nested import Nested, map_leaves, map_space, part_at, space_leaves, without
+from lightning_rl.nested import Nested, map_leaves, map_paths, map_space, part_at, space_leaves, without
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.recurrent import MemoryOptions, reset_memory
 from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.spaces import observation_dtype
-from lightning_rl.validation import ConfigurationError, check
+from lightning_rl.validation import check
 
 
 @dataclass
@@ -108,52 +108,55 @@ def to_environment(space: spaces.Space[Any], action: Nested) -> Nested:
     Discrete choices are shifted by the space's `start` (for an integer `Box` by its `low`), and continuous actions are
     clipped to the bounds. All parts get the space's shape and dtype.
     """
-    if isinstance(space, spaces.Discrete):
-        return (action + space.start if space.start else action).astype(space.dtype, copy=False)
-    if isinstance(space, spaces.Dict):
-        return {key: to_environment(part, action[key]) for key, part in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(to_environment(part, x) for part, x in zip(space, action, strict=True))
-    shaped = action.reshape(-1, *cast(tuple[int, ...], space.shape))
-    if isinstance(space, spaces.MultiDiscrete):
-        shaped = shaped + space.start
-    elif isinstance(space, spaces.Box):
-        if not np.issubdtype(space.dtype, np.floating):
-            # The cast may wrap around; adding the bound wraps back.
-            return shaped.astype(space.dtype) + space.low
-        shaped = np.clip(shaped, space.low, space.high)
-    return shaped.astype(space.dtype, copy=False)
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return map_leaves(_leaf_to_environment, map_space(lambda leaf: leaf, space), action)
+    return _leaf_to_environment(space, action)
+
+
+def _leaf_to_environment(leaf: Any, action: Any) -> Any:  # noqa: ANN401 - any space; arrays
+    if isinstance(leaf, spaces.Discrete):
+        return (action + leaf.start if leaf.start else action).astype(leaf.dtype, copy=False)
+    shaped = action.reshape(-1, *leaf.shape)
+    if _is_continuous(leaf):
+        return np.clip(shaped, leaf.low, leaf.high).astype(leaf.dtype, copy=False)
+    # The cast may wrap around; adding the first choice wraps back.
+    return shaped.astype(leaf.dtype, copy=False) + _first_choice(leaf)
 
 
 def from_environment(space: spaces.Space[Any], action: Nested) -> Nested:
     """Undo `to_environment`: convert actions `[B, ...]` that environments took to the units of the space."""
-    if isinstance(space, spaces.Dict):
-        return {key: from_environment(part, action[key]) for key, part in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(from_environment(part, x) for part, x in zip(space, action, strict=True))
-    if isinstance(space, spaces.Discrete):
-        return np.asarray(action, np.int64).reshape(-1) - int(space.start)
-    rows = np.asarray(action).reshape(len(action), *cast(tuple[int, ...], space.shape))
-    if isinstance(space, spaces.MultiDiscrete):
-        rows = rows.astype(np.int64) - np.asarray(space.start)
-    elif isinstance(space, spaces.Box) and not np.issubdtype(space.dtype, np.floating):
-        rows = rows.astype(np.int64) - space.low.astype(np.int64)
-    return rows.reshape(len(rows), -1)
+    return map_leaves(_leaf_from_environment, map_space(lambda leaf: leaf, space), action)
+
+
+def _leaf_from_environment(leaf: Any, action: Any) -> Any:  # noqa: ANN401 - any space; arrays
+    rows = np.asarray(action)
+    if not (_is_continuous(leaf) or isinstance(leaf, spaces.MultiBinary)):
+        rows = rows.astype(np.int64) - np.asarray(_first_choice(leaf), np.int64)
+    return rows.reshape(-1) if isinstance(leaf, spaces.Discrete) else rows.reshape(len(rows), -1)
 
 
 def tensor_conversion(space: spaces.Space[Any], device: torch.device) -> Callable[[Nested], Nested]:
     """Return a function that converts tensors, as `to_environment` converts arrays, and moves them to `device`."""
 
-    def conversion(leaf: spaces.Space[Any]) -> Callable[[Tensor], Tensor]:
-        shape, dtype = cast(tuple[int, ...], leaf.shape), torch.from_numpy(np.zeros(0, leaf.dtype)).dtype
-        if isinstance(leaf, spaces.Box) and np.issubdtype(leaf.dtype, np.floating):
+    def conversion(leaf: Any) -> Callable[[Tensor], Tensor]:  # noqa: ANN401 - any space
+        dtype = torch.from_numpy(np.zeros(0, leaf.dtype)).dtype
+        if _is_continuous(leaf):
             low, high = (torch.from_numpy(bound).to(device) for bound in (leaf.low, leaf.high))
-            return lambda x: x.to(device, dtype).reshape(-1, *shape).clamp(low, high)
-        start = torch.as_tensor(leaf.low if isinstance(leaf, spaces.Box) else getattr(leaf, "start", 0)).to(device)
-        return lambda x: (x.to(device).reshape(-1, *shape) + start).to(dtype)
+            return lambda x: x.to(device, dtype).reshape(-1, *leaf.shape).clamp(low, high)
+        start = torch.as_tensor(_first_choice(leaf)).to(device)
+        return lambda x: (x.to(device).reshape(-1, *leaf.shape) + start).to(dtype)
 
     conversions = map_space(conversion, space)
     return lambda action: map_leaves(lambda convert, x: convert(x), conversions, action)
+
+
+def _is_continuous(leaf: spaces.Space[Any]) -> bool:
+    return isinstance(leaf, spaces.Box) and np.issubdtype(leaf.dtype, np.floating)
+
+
+def _first_choice(leaf: Any) -> Any:  # noqa: ANN401 - a discrete space; a number or an array
+    """Return what environments take for choice 0 of each component."""
+    return leaf.low if isinstance(leaf, spaces.Box) else getattr(leaf, "start", 0)
 
 
 def acting_space(policy: nn.Module, observation_space: spaces.Space[Any]) -> spaces.Space[Any]:
@@ -174,14 +177,13 @@ def act(
 ) -> Nested:
     """Return the action for one observation `[*shape]`, or actions for several; see `OnPolicyAlgorithm.act`."""
     space = acting_space(policy, observation_space)
-    parts = {path: np.asarray(_part(observation, path)) for path in space_leaves(space)}
+    parts = {path: np.asarray(part_at(observation, path)) for path in space_leaves(space)}
     num_rows = _num_rows(space, parts)
     single = num_rows is None
     parameter = next(policy.parameters())
-    paths = iter(parts)
 
-    def rows(leaf: spaces.Space[Any]) -> torch.Tensor:
-        part = parts[next(paths)].astype(observation_dtype(leaf, parameter.dtype))
+    def rows(path: str, leaf: spaces.Space[Any]) -> Tensor:
+        part = parts[path].astype(observation_dtype(leaf, parameter.dtype))
         return torch.from_numpy(part[None] if single else part).to(parameter.device)
 
     recurrent = as_recurrent(policy)
@@ -193,18 +195,11 @@ def act(
         if episode_starts is not None:
             memory = reset_memory(memory, np.atleast_1d(np.asarray(episode_starts, bool)))
         acting["memory"] = memory
-    output = policy.act(map_space(rows, space), deterministic=deterministic, **acting)  # type: ignore[operator]
+    output = policy.act(map_paths(rows, space), deterministic=deterministic, **acting)  # type: ignore[operator]
     actions = to_environment(action_space, map_leaves(lambda x: x.cpu().numpy(), output.environment_action))
     if single:
         actions = map_leaves(lambda x: x[0], actions)
     return actions if recurrent is None else (actions, output.memory)
-
-
-def _part(observation: Nested, path: str) -> Any:  # noqa: ANN401
-    try:
-        return part_at(observation, path)
-    except (KeyError, IndexError, TypeError) as error:
-        raise ConfigurationError(f"observation has no {path!r}: expected every part that the policy acts on") from error
 
 
 def _num_rows(space: spaces.Space[Any], parts: dict[str, Any]) -> int | None:

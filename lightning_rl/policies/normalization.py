@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.distributed import Reduce, exact_dtype, identity
+from lightning_rl.distributed import all_reduce, exact_dtype
 from lightning_rl.nested import Nested, map_paths, module_name, part_at, replace_leaves, space_leaves
 from lightning_rl.spaces import is_image
 from lightning_rl.validation import check, check_number, check_type
@@ -47,17 +47,17 @@ class RunningMoments(nn.Module):
         return super()._apply(move, *args, **kwargs)  # type: ignore[no-untyped-call, no-any-return]
 
     @torch.no_grad()
-    def update(self, x: Tensor, reduce: Reduce = identity) -> None:
-        """Merge the rows `x`, `[N, *shape]`, of all ranks that `reduce` sums over, unless an entry is not finite."""
+    def update(self, x: Tensor) -> None:
+        """Merge the rows `x`, `[N, *shape]`, of all ranks, unless an entry is not finite; a collective call."""
         parts = torch.split(x, max(1, _ELEMENTS_AT_A_TIME // max(1, self.mean.numel())))
 
         def total(term: Callable[[Tensor], Tensor]) -> Tensor:
             return torch.stack([term(part.to(self.mean.dtype)).sum(0) for part in parts]).sum(0)
 
-        totals = reduce(torch.cat([self.mean.new_tensor([len(x)]), total(lambda part: part).flatten()]))
+        totals = all_reduce(torch.cat([self.mean.new_tensor([len(x)]), total(lambda part: part).flatten()]))
         count = totals[0]
         mean = (totals[1:] / count.clamp(min=1)).view_as(self.mean)
-        squares = reduce(total(lambda part: (part - mean).square()))
+        squares = all_reduce(total(lambda part: (part - mean).square()))
         new_count = self.count + count
         weight = count / new_count.clamp(min=1)
         delta = mean - self.mean
@@ -90,8 +90,8 @@ class ObservationNormalizer(nn.Module):
         mean, scale = self.moments.mean.to(dtype), self.moments.scale(self.epsilon).to(dtype)
         return (observations - mean).mul_(scale).clamp_(-self.clip, self.clip)
 
-    def update(self, observations: Tensor, reduce: Reduce = identity) -> None:
-        self.moments.update(observations, reduce)
+    def update(self, observations: Tensor) -> None:
+        self.moments.update(observations)
 
 
 class NestedNormalizer(nn.Module):
@@ -111,9 +111,9 @@ class NestedNormalizer(nn.Module):
 
         return map_paths(normalize, observations)
 
-    def update(self, observations: Nested, reduce: Reduce = identity) -> None:
+    def update(self, observations: Nested) -> None:
         for path in self.paths:
-            self.of(path).update(part_at(observations, path), reduce)
+            self.of(path).update(part_at(observations, path))
 
     def of(self, path: str) -> ObservationNormalizer:
         return cast(ObservationNormalizer, self.leaves[module_name(path)])
@@ -180,9 +180,9 @@ class ValueNormalizer(nn.Module):
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         return outputs / self.moments.scale(self.epsilon).to(outputs.dtype)
 
-    def update(self, returns: Tensor, heads: Sequence[nn.Linear], reduce: Reduce) -> None:
+    def update(self, returns: Tensor, heads: Sequence[nn.Linear]) -> None:
         """Merge valid returns `[N]` into the moments. `PopArt` also rescales the value `heads`."""
-        self.moments.update(returns, reduce)
+        self.moments.update(returns)
 
 
 class PopArt(ValueNormalizer):
@@ -198,10 +198,10 @@ class PopArt(ValueNormalizer):
         return values + self.moments.mean.to(values.dtype)
 
     @torch.no_grad()
-    def update(self, returns: Tensor, heads: Sequence[nn.Linear], reduce: Reduce) -> None:
+    def update(self, returns: Tensor, heads: Sequence[nn.Linear]) -> None:
         """Merge returns `[N]` into the moments, and rescale `heads`."""
         mean, deviation = self.moments.mean.clone(), 1 / self.moments.scale(self.epsilon)
-        super().update(returns, heads, reduce)
+        super().update(returns, heads)
         scale = self.moments.scale(self.epsilon)
         for head in heads:
             bias = (head.bias.to(mean.dtype) * deviation + mean - self.moments.mean) * scale

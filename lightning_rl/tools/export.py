@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import functools
 import io
 import json
 import logging
@@ -24,11 +24,11 @@ from torch.export import Dim, ExportedProgram
 
 from lightning_rl import __version__
 from lightning_rl.distributed import causes
-from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, nested_paths, part_at
+from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_paths, nested_paths, part_at
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import acting_space, as_recurrent, tensor_conversion
 from lightning_rl.spaces import observation_dtype, sampled_observations, space_to_dict
-from lightning_rl.validation import ConfigurationError, ExplainedError, check, check_can_make, how_to_install
+from lightning_rl.validation import ConfigurationError, ExplainedError, check, check_installed
 
 ExportFormat = Literal["torch_export", "onnx"]
 """`torch_export` programs need PyTorch, `onnx` models any ONNX runtime."""
@@ -173,18 +173,6 @@ def _finite(x: Any) -> Any:  # noqa: ANN401 - the description of a space
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
-def check_onnx_packages() -> None:
-    """Raise a `ConfigurationError` if a package for writing or running ONNX models is missing."""
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigurationError(
-                f"format='onnx' needs the package {name}, while format='torch_export' needs PyTorch alone: "
-                f"{how_to_install('onnx')}"
-            ) from error
-
-
 def save_onnx(
     program: ExportedProgram, policy: nn.Module, inputs: Nested, outputs: Nested, description: str, path: Path
 ) -> Callable[..., Nested]:
@@ -259,18 +247,17 @@ def check_options(format_: str, programs: Sequence[str]) -> None:
     check(format_ in get_args(ExportFormat), "format", format_, "one of " + ", ".join(get_args(ExportFormat)))
     known = not isinstance(programs, str) and bool(programs) and set(programs) <= set(PROGRAMS)
     check(known, "programs", programs, "a list of " + ", ".join(PROGRAMS))
-    if format_ == "onnx":
-        check_onnx_packages()
+    if format_ == "onnx":  # torch_export needs PyTorch alone
+        check_installed("format='onnx'", "onnx", "onnx", "onnxscript", "onnxruntime")
 
 
 def check_folder(field: str, folder: str | Path, format_: ExportFormat, programs: Sequence[str]) -> None:
-    """Raise a `ConfigurationError` if a folder is not writable, or an export to it would delete other programs."""
+    """Raise a `ConfigurationError` if an export to a folder would delete other files."""
     folder = Path(folder)
     _check_replaceable(field, folder)
     others = {path.name for path in folder.glob("*")} - {METADATA, *_files(format_, programs).values()}
     expected = f"a new folder: an earlier export in it has {', '.join(sorted(others))}, which would be deleted"
     check(not others, field, str(folder), expected)
-    check_can_make(field, folder)
 
 
 def _check_replaceable(field: str, folder: Path) -> None:
@@ -355,13 +342,12 @@ def _steps(
         return [example_observations(policy, observation_space, seed) for seed in range(_MAX_STEPS)]
     dtype, space = next(policy.parameters()).dtype, acting_space(policy, observation_space)
 
-    def rows(observation: Nested, path: str) -> Tensor:
+    def rows(observation: Nested, path: str, leaf: spaces.Space[Any]) -> Tensor:
         part = part_at(observation, path)
         array = part.cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
-        return torch.from_numpy(array[:_MAX_ROWS].astype(observation_dtype(part_at(space, path), dtype)))
+        return torch.from_numpy(array[:_MAX_ROWS].astype(observation_dtype(leaf, dtype)))
 
-    paths = nested_paths(space)
-    return [map_leaves(lambda path: rows(x, path), paths) for x in observations[:_MAX_STEPS]]  # noqa: B023 - at once
+    return [map_paths(functools.partial(rows, x), space) for x in observations[:_MAX_STEPS]]
 
 
 def _save(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import shutil
 import tempfile
@@ -27,7 +28,7 @@ from lightning_rl.tools.trained import (
     modules_named_in,
     play_episodes,
 )
-from lightning_rl.validation import ConfigurationError, as_list, check, how_to_install
+from lightning_rl.validation import ConfigurationError, as_list, check, check_installed
 
 CHECKPOINT = "model.ckpt"
 SCORE = "score.json"
@@ -102,7 +103,6 @@ def push_to_hub(
             not trusted, or the Hub refuses the upload.
     """
     hub = _huggingface_hub()
-    _check_repo_id(repo_id)
     if hub.get_token() is None:  # before episodes are played
         raise ConfigurationError("not logged in to the Hub: expected `hf auth login`, or a token in HF_TOKEN")
     ckpt_path = find_trained(ckpt_path, config)
@@ -132,7 +132,6 @@ def pull_from_hub(repo_id: str, *, revision: str | None = None, folder: str | Pa
         ConfigurationError: The download fails, or there is no checkpoint of this package in the repository.
     """
     hub = _huggingface_hub()
-    _check_repo_id(repo_id)
     with _hub_errors(repo_id):
         found = hub.snapshot_download(repo_id, revision=revision, local_dir=folder, allow_patterns=list(FILES))
     path = Path(found) / CHECKPOINT
@@ -148,10 +147,6 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise ConfigurationError(f"repo_id={repo_id!r}: {type(error).__name__}: {error}") from error
-
-
-def _check_repo_id(repo_id: str) -> None:
-    check(isinstance(repo_id, str) and repo_id.count("/") == 1, "repo_id", repo_id, "owner/name")
 
 
 def _card(hub: ModuleType, facts: dict[str, Any], score: Score, repo_id: str, has_config: bool) -> str:
@@ -205,8 +200,5 @@ have imported or trust: `load_algorithm(path, trust=["my_package"])`.
 
 
 def _huggingface_hub() -> ModuleType:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ConfigurationError(f"the Hub needs the package huggingface_hub: {how_to_install('hub')}") from error
-    return huggingface_hub
+    check_installed("the Hub", "hub", "huggingface_hub")
+    return importlib.import_module("huggingface_hub")

@@ -31,7 +31,7 @@ from lightning_rl.tools.curves import (
     same_seed,
     summarize,
 )
-from lightning_rl.validation import ConfigurationError, as_list, check, check_positive_int, how_to_install
+from lightning_rl.validation import ConfigurationError, as_list, check, check_installed, check_positive_int
 
 # By Okabe and Ito, for color-blind readers.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -94,19 +94,19 @@ def draw(
                 axis.set_ylabel(panel.ylabel)
             if not shared_legend:
                 # Outside of the layout, so that long labels do not shrink the curves.
-                axis.legend(frameon=False, fontsize=7).set_in_layout(False)
+                axis.legend(fontsize=7).set_in_layout(False)
         _add_caption(figure, _caption(panels, statistic, confidence), _labeled_lines(figure) if shared_legend else {})
 
 
 @contextlib.contextmanager
 def _figure(width: float, height: float, paths: Sequence[Path]) -> Iterator[Any]:
     """Yield an empty figure, and write what was drawn into files; equal drawings give equal files."""
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(f"plots need matplotlib, which is not installed: {how_to_install('plot')}") from error
+    check_installed("a plot", "plot", "matplotlib")
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     settings: Any = {"svg.hashsalt": "curves", "svg.fonttype": "none", "font.size": 8, "savefig.dpi": 200}
+    settings |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False)
     with mpl.rc_context(settings):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
@@ -119,7 +119,7 @@ def _figure(width: float, height: float, paths: Sequence[Path]) -> Iterator[Any]
 
 
 def _add_caption(figure: Any, text: str, lines: Mapping[str, Any]) -> None:  # noqa: ANN401
-    below = {"loc": "outside lower center", "frameon": False, "ncols": max(1, len(lines)), "title": text}
+    below = {"loc": "outside lower center", "ncols": max(1, len(lines)), "title": text}
     figure.legend(list(lines.values()), list(lines), **below)
 
 
@@ -139,8 +139,7 @@ def draw_profiles(scores: Mapping[str, Array], paths: Sequence[Path], *, label: 
             axis.plot(thresholds, profile(one), color=color, linewidth=1.4, label=f"{name}, {len(one)} seeds")
             axis.fill_between(thresholds, low, high, color=color, alpha=0.2, linewidth=0)
         axis.set(xlabel=f"{label} τ", ylabel="share of runs with a score above τ", ylim=(0, 1.02))
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
+        axis.legend()
         _add_caption(figure, f"band: {confidence:.0%} stratified bootstrap interval", {})
 
 
@@ -161,7 +160,6 @@ def draw_improvement(scores: Mapping[str, Array], paths: Sequence[Path], *, conf
         axis.set(xlabel="P(a run of the first > a run of the second)", xlim=(0, 1), yticks=range(len(pairs)))
         axis.set_yticklabels([textwrap.fill(f"{first} > {second}", _LABEL_WIDTH) for first, second in pairs])
         axis.invert_yaxis()
-        axis.spines[["top", "right"]].set_visible(False)
         _add_caption(figure, f"line: estimate; bar: {confidence:.0%} stratified bootstrap interval", {})
 
 
@@ -183,7 +181,6 @@ def _draw_panel(axis: Any, panel: Panel, statistic: Statistic, confidence: float
     axis.set_title(panel.title, fontsize=8)
     axis.xaxis.set_major_formatter(_format_steps)
     axis.locator_params(nbins=5)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _format_steps(steps: float, _: object) -> str:

@@ -105,8 +105,7 @@ def find_trained(given: str | Path, config: str | Path | None = None) -> Path:
 
 
 def _root_of(config: Path) -> Path:
-    content = read_yaml(config, "config")
-    content = content if isinstance(content, dict) else {}
+    content = _content(config)
     model, data = content.get("model"), content.get("data")
     algorithm = model.get("class_path") if isinstance(model, dict) else model
     env_id = data.get("init_args", data).get("env_id") if isinstance(data, dict) else None
@@ -116,6 +115,11 @@ def _root_of(config: Path) -> Path:
         )
     root = (content.get("trainer") or {}).get("default_root_dir")
     return run_root(root, algorithm.rpartition(".")[2], env_id)
+
+
+def _content(config: Path) -> dict[str, Any]:
+    content = read_yaml(config, "config")
+    return content if isinstance(content, dict) else {}
 
 
 def config_of(path: str | Path) -> Path | None:
@@ -191,8 +195,7 @@ def load_data(path: str | Path, config: str | Path | None = None, trust: Sequenc
 
 def _class_and_options(config: Path) -> tuple[type[RolloutDataModule], dict[str, Any]]:
     """Return the data class in a configuration and its options, without recorded episodes: playing needs none."""
-    content = read_yaml(config, "config")
-    data = content.get("data") if isinstance(content, dict) else None
+    data = _content(config).get("data")
     if not isinstance(data, dict):
         raise ConfigurationError(f"config={str(config)!r} has no data: expected the configuration of a run")
     if "class_path" not in data:

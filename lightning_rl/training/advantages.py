@@ -109,9 +109,8 @@ class AdvantageEstimator:
         exact = [part.to(exact_dtype(part.device)) for part in parts]
         counts, means, squares = moments(exact)
         scales = (squares / (counts - 1).clamp(min=1)).sqrt() + 1e-8
-        return [
-            ((x - means[k]) / scales[k]).to(part.dtype) for k, (x, part) in enumerate(zip(exact, parts, strict=True))
-        ]
+        each = zip(exact, parts, means, scales, strict=True)
+        return [((x - mean) / scale).to(part.dtype) for x, part, mean, scale in each]
 
     def normalized_over_rollout(self, batch: Batch) -> Batch:
         """Return the batch with advantages normalized over all its rows if `normalize` is `rollout`."""

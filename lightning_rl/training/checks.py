@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,10 +28,11 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import nn
 
+from lightning_rl.nested import space_leaves
 from lightning_rl.options import changed
 from lightning_rl.policies.actor_critic import check_modes_agree
 from lightning_rl.policies.networks.make import network_to_plain_data
-from lightning_rl.spaces import differing, space_to_dict
+from lightning_rl.spaces import differing, observation_dtype, space_to_dict
 from lightning_rl.training.metrics import histogram_loggers
 from lightning_rl.training.optimizers import (
     SCHEDULER,
@@ -130,22 +132,16 @@ def _check_learning_rates(given: Mapping[str, Any]) -> None:
     check(not setters, field, adaptive, f"null, since {' and '.join(setters)} is set")
 
 
-_REASONS = {
-    LearningRateFinder: (
-        "it selects a rate by how fast the loss falls, and the loss of a policy gradient does not measure the policy: "
-        "expected runs compared by their return, as in examples/tune.py, or optimizer.adaptive_learning_rate"
-    ),
-    BatchSizeFinder: (
-        "a batch is a rollout, whose size is part of the algorithm: expected num_envs and rollout_length for the task, "
-        "and more minibatches if memory is short"
-    ),
+_TUNERS = {
+    LearningRateFinder: "its measure, the loss, says nothing about a policy; compare returns (examples/tune.py)",
+    BatchSizeFinder: "a batch is a rollout; set num_envs and rollout_length, or more minibatches if memory is short",
 }
 
 
 def refuse_tuners(trainer: Trainer) -> None:
     """Check that a Trainer has no callback that searches a learning rate or batch size; Lightning's Tuner adds them."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, reason in _REASONS.items():
+        for kind, reason in _TUNERS.items():
             if isinstance(callback, kind):
                 raise ConfigurationError(f"trainer.callbacks: {kind.__name__} cannot be used: {reason}")
 
@@ -264,6 +260,17 @@ def warn_of_untrained_parameters(model: nn.Module, optimizers: Sequence[Any]) ->
             f"in no optimizer, so they will not be trained: {', '.join(names)}. Make these modules in make_policy, "
             "whose parameters are trained, or freeze them by requires_grad_(False)"
         )
+
+
+def check_memory(model: Any, option: str, num_steps: int) -> None:  # noqa: ANN401
+    """Check that a memory, whose size in GiB is an option, has room for observations and two numbers of each step."""
+    dtype = next(model.policy.parameters()).dtype
+    leaves = space_leaves(model.observation_space).values()
+    sizes = [math.prod(x.shape or ()) * observation_dtype(x, dtype).itemsize for x in leaves]
+    bytes_ = sum(sizes) + 2 * (8 if dtype == torch.float64 else 4)
+    needed = num_steps * bytes_ / 2**30
+    expected = f"at least {needed:.3g}, for {num_steps} steps of {bytes_} bytes"
+    check(needed <= model.options[option], option, model.options[option], expected)
 
 
 def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:  # noqa: ANN401

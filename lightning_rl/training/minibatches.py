@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
-from gymnasium import spaces
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_rl.distributed import world_size
 from lightning_rl.nested import Nested, map_leaves
-from lightning_rl.policies.interface import as_recurrent
 from lightning_rl.rollouts.batch import Batch, on_grid, set_common_weight
-from lightning_rl.rollouts.replay import UnrollMemory
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.rollouts.sequences import Sequences
-from lightning_rl.spaces import sampled_observations
-from lightning_rl.validation import check
 
 
 class BatchPair(NamedTuple):
@@ -93,98 +86,40 @@ def reduction_scale(reduction: Reduction, batch: Batch) -> float:
     return 1.0 if reduction == "mean" or not batch.weight else world_size() / batch.weight
 
 
-def example_unroll(policy: nn.Module, observation_space: spaces.Space[Any], length: int) -> Rollout:
-    """Return a rollout of one environment in which every step is truncated; actions and rewards are 0."""
-    weight = next(policy.parameters())
-    row = sampled_observations(observation_space, weight.dtype, 1)
-    observations = map_leaves(lambda x: x.to(weight.device).expand(length + 1, *x.shape), row)
-    flags = torch.ones(length, 1, dtype=torch.bool, device=weight.device)
-    numbers = torch.zeros_like(flags, dtype=torch.promote_types(weight.dtype, torch.float32))
-    rollout = Rollout(
-        observations=observations,
-        actions=numbers,
-        rewards=numbers,
-        terminated=~flags,
-        truncated=flags,
-        log_probs=numbers,
-        values=numbers,
-        next_values=numbers,
-        final_indices=flags.nonzero(),
-        final_observations=map_leaves(lambda x: x[1:, 0], observations),
-        starts=flags.cpu(),
-    )
-    if (recurrent := as_recurrent(policy)) is not None and recurrent.memory is not None:
-        num_states = len(recurrent.memory.stored_steps(length))
-        rollout.memory = map_leaves(lambda x: x.expand(num_states, *x.shape), recurrent.initial_memory(1))
-        rollout.burn_in = recurrent.memory.burn_in
-    return rollout
-
-
-@torch.no_grad()
-def check_room_for_unroll(model: Any, memory: UnrollMemory, length: int, with_distributions: bool) -> None:  # noqa: ANN401
-    """Check that an algorithm's memory has room for an unroll of `length` steps, all of which are truncated."""
-    rollout = example_unroll(model.policy, model.observation_space, length)
-    distribution, _ = model.actor_critic(rollout.flatten())
-    actions, parameters = map_leaves(lambda x: x.unsqueeze(1), (distribution.mode(), distribution.parameters()))
-    rollout.actions = actions
-    example = UnrollMemory(sys.maxsize)
-    example.append(rollout, torch.Generator(), **({"old_distribution": parameters} if with_distributions else {}))
-    needed = example.num_bytes
-    expected = f"at least {needed / 2**30:.3g}: the unroll of one environment takes up to {needed} bytes"
-    check(memory.max_bytes >= needed, "replay_memory_gib", model.options["replay_memory_gib"], expected)
-
-
 Minibatch = Batch | BatchPair | Unroll
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Batch, BatchPair, Rollout, Sequences, Unroll)}
+_PARTS: dict[type[Any], tuple[str, ...]] = {
+    Batch: ("fields", "sequences", "counts_all_rows", "is_normalized"),
+    BatchPair: ("policy", "value"),
+    Sequences: ("lengths", "starts", "memory", "burn_in", "burn_in_observations"),
+    Unroll: ("rollout", "batch", "replayed"),
+}
+_FLAGS = {"counts_all_rows", "is_normalized"}  # no arguments of `Batch`
+_CLASS = "__class__"
 
 
-def minibatch_state(minibatch: Minibatch) -> dict[str, Any]:
+def minibatch_state(x: Any) -> Any:  # noqa: ANN401 - a minibatch or a part of one
     """Return a minibatch as CPU tensors and plain values, without the rows of other ranks in its weight."""
-    if isinstance(minibatch, BatchPair):
-        return {"pair": [_batch_state(batch) for batch in minibatch]}
-    if isinstance(minibatch, Unroll):
-        parts = minibatch.parts
-        return {"unroll": [{"rollout": x.rollout.state_dict(), "batch": _batch_state(x.batch)} for x in parts]}
-    return {"batch": _batch_state(minibatch)}
+    if type(x) in _PARTS:
+        parts = {name: minibatch_state(getattr(x, name)) for name in _PARTS[type(x)]}
+        return {_CLASS: type(x).__name__, **parts}
+    if isinstance(x, Rollout):
+        return {_CLASS: "Rollout", **x.state_dict()}
+    if isinstance(x, dict | tuple):
+        return map_leaves(minibatch_state, x)
+    return x.detach().to("cpu", copy=True) if isinstance(x, Tensor) else x
 
 
-def minibatch_from_state(state: Mapping[str, Any]) -> Minibatch:
+def minibatch_from_state(state: Any) -> Any:  # noqa: ANN401
     """Return the minibatch that `minibatch_state` described."""
-    if "pair" in state:
-        return BatchPair(*map(_batch_from, state["pair"]))
-    if "unroll" in state:
-        parts = [Unroll(Rollout(**part["rollout"]), _batch_from(part["batch"])) for part in state["unroll"]]
-        set_common_weight([part.batch for part in parts])
-        parts[0].replayed = parts[1] if len(parts) > 1 else None
-        return parts[0]
-    return _batch_from(state["batch"])
-
-
-def _batch_state(batch: Batch) -> dict[str, Any]:
-    sequences = None if batch.sequences is None else _sequences_state(batch.sequences)
-    flags = {"counts_all_rows": batch.counts_all_rows, "is_normalized": batch.is_normalized}
-    return {"fields": map_leaves(_copied, batch.fields), "sequences": sequences, **flags}
-
-
-def _batch_from(state: Mapping[str, Any]) -> Batch:
-    sequences = None if state["sequences"] is None else _sequences_from(state["sequences"])
-    batch = Batch(state["fields"], sequences=sequences)
-    batch.counts_all_rows, batch.is_normalized = state["counts_all_rows"], state["is_normalized"]
-    return batch
-
-
-def _sequences_state(sequences: Sequences) -> dict[str, Any]:
-    tensors = {"lengths": sequences.lengths, "starts": sequences.starts, "memory": sequences.memory}
-    state: dict[str, Nested] = map_leaves(_copied, tensors)
-    if sequences.burn_in is None:
+    if not (isinstance(state, dict) and _CLASS in state):
         return state
-    burn_in_observations = map_leaves(_copied, sequences.burn_in_observations)
-    return {**state, "burn_in": _sequences_state(sequences.burn_in), "burn_in_observations": burn_in_observations}
-
-
-def _sequences_from(state: Mapping[str, Any]) -> Sequences:
-    burn_in = {"burn_in": _sequences_from(state["burn_in"])} if "burn_in" in state else {}
-    return Sequences(**{**state, **burn_in})
-
-
-def _copied(x: Tensor) -> Tensor:
-    return x.detach().to("cpu", copy=True)
+    kind = _KINDS[state[_CLASS]]
+    parts = {name: minibatch_from_state(x) for name, x in state.items() if name != _CLASS}
+    flags = {name: parts.pop(name) for name in _FLAGS & parts.keys()}
+    made = kind(**parts)
+    for name, flag in flags.items():
+        setattr(made, name, flag)
+    if kind is Unroll:
+        set_common_weight([part.batch for part in made.parts])
+    return made

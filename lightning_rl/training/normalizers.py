@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_rl.distributed import all_reduce
 from lightning_rl.environments.wrappers.transforms import RewardClip, check_reward_options, make_reward_transform
 from lightning_rl.functional import reverse_scan
 from lightning_rl.policies.normalization import RewardScale, RunningMoments, ValueNormalizer
@@ -77,7 +76,7 @@ class Normalizers:
         if self._undo is None:
             self._update(rollout)
         if self.of_values is not None and self.value_targets is not None:
-            self.of_values.update(self.value_targets, self.policy.value_heads, all_reduce)  # type: ignore[arg-type]
+            self.of_values.update(self.value_targets, self.policy.value_heads)  # type: ignore[arg-type]
         self.value_targets = self._undo = None
 
     def rollback(self) -> None:
@@ -105,7 +104,7 @@ class Normalizers:
             rollout = copy.copy(rollout)
             rollout.valid = None
         if self.of_observations is not None:
-            self.of_observations.update(rollout.flatten().observations, all_reduce)
+            self.of_observations.update(rollout.flatten().observations)
         if self.of_rewards is not None:
             # Each actor has its own environments. If a rollout was dropped, their returns continue from the last
             # learned one.
@@ -194,7 +193,7 @@ class RewardNormalizer(nn.Module):
         returns = reverse_scan(rewards.flip(0), decay.flip(0), before).flip(0)
         after = keep[-1] * returns[-1]  # 0 after the end of an episode
         self.discounted_return = after if size == num_envs else known.slice_scatter(after, 0, start, start + num_envs)
-        self.moments.update(returns.flatten() if valid is None else returns[valid], all_reduce)
+        self.moments.update(returns.flatten() if valid is None else returns[valid])
 
 
 def make_reward_normalizer(kind: bool | RewardScale, gamma: float, clip: float | None) -> RewardNormalizer | None:

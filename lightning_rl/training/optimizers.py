@@ -1,4 +1,4 @@
-"""Optimizers and learning rate schedulers: made, checked and tried from the options of an algorithm."""
+"""Optimizers and learning rate schedulers: checked and made from the options of an algorithm."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_rl.training.parameter_groups import SCALE, ParameterGroups, split_parameters
 from lightning_rl.validation import (
     ClassSpec,
-    ConfigurationError,
     PositiveFloat,
     Range,
     check,
     check_arguments,
-    check_number,
     import_class,
     instantiate,
 )
@@ -67,34 +65,24 @@ def scheduler_spec(options: Mapping[str, Any]) -> ClassSpec | None:
 
 def check_optimizer_class(group: str, spec: ClassSpec) -> None:
     """Check that a class is an optimizer that accepts its arguments."""
-    path = spec["class_path"]
-    check("." in path, f"{group}.name", path, f"an import path such as torch.optim.{path}")
-    import_class(f"{group}.name", path, Optimizer)
-    check_arguments(group, spec, Optimizer, "params", "lr")
+    kind = _check_class(group, spec, Optimizer, "torch.optim", "params", "lr")
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+    check(not needs_closure, f"{group}.name", spec["class_path"], "an optimizer that steps without a closure")
 
 
 def check_scheduler_class(spec: ClassSpec) -> None:
     """Check that a class is a scheduler that accepts its arguments and needs no metric."""
+    path, kind = spec["class_path"], _check_class(SCHEDULER, spec, LRScheduler, "torch.optim.lr_scheduler", "optimizer")
+    check(not issubclass(kind, ReduceLROnPlateau), f"{SCHEDULER}.name", path, "a scheduler that needs no metric")
+
+
+def _check_class(group: str, spec: ClassSpec, base: type[Any], package: str, *given: str) -> type[Any]:
     path = spec["class_path"]
-    check("." in path, f"{SCHEDULER}.name", path, f"an import path such as torch.optim.lr_scheduler.{path}")
-    plateau = issubclass(import_class(f"{SCHEDULER}.name", path, LRScheduler), ReduceLROnPlateau)
-    check(not plateau, f"{SCHEDULER}.name", path, "a scheduler that needs no metric")
-    check_arguments(SCHEDULER, spec, LRScheduler, "optimizer")
-
-
-def step_scheduler(scheduler: LRScheduler, spec: ClassSpec | None) -> None:
-    """Step a scheduler that was made from `spec`, and check the new learning rate."""
-    field, step = f"{SCHEDULER}={spec!r}", scheduler.last_epoch + 1
-    try:
-        scheduler.step()
-    except Exception as error:
-        raise ConfigurationError(
-            f"{field} is not valid (step {step} fails, {type(error).__name__}: {error}): expected a scheduler that can "
-            "take a step after each rollout of the run"
-        ) from error
-    for rate in scheduler.get_last_lr():
-        if isinstance(rate, int | float):
-            check_number(f"{field}: learning rate after step {step}", rate, at_least=0)
+    check("." in path, f"{group}.name", path, f"an import path such as {package}.{path}")
+    kind = import_class(f"{group}.name", path, base)
+    check_arguments(group, spec, base, *given)
+    return kind
 
 
 def optimizers_and_schedulers(made: Any) -> tuple[Sequence[Optimizer], Sequence[LRScheduler]]:  # noqa: ANN401
@@ -124,47 +112,6 @@ def check_optimizers(policy: nn.Module, options: Mapping[str, Any], default: Cla
             check(not unknown, f"optimizer.groups: {pattern}", groups[pattern], expected)
 
 
-def try_optimizers(policy: nn.Module, options: Mapping[str, Any], default: ClassSpec, device: torch.device) -> None:
-    """Check that optimizers and schedulers that a user chose can take steps, with small parameters on a device."""
-    names = ("name", "options", "critic.name", "critic.options", "groups", "scheduler.name")
-    # Meta tensors have no numbers, and XLA would compile each step.
-    if device.type not in ("meta", "xla") and any(options[f"optimizer.{name}"] for name in names):
-        for part in _parts(policy, options, default):
-            _try_optimizer(*part, options["optimizer.groups"], scheduler_spec(options), device)
-
-
-def _try_optimizer(
-    field: str,
-    spec: ClassSpec,
-    part: Mapping[str | None, list[nn.Parameter]],
-    groups: ParameterGroups,
-    scheduler: ClassSpec | None,
-    device: torch.device,
-) -> None:
-    def dummy(x: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(torch.ones([min(size, 2) for size in x.shape], dtype=x.dtype, device=device))
-
-    dummies = {pattern: [dummy(x) for x in members] for pattern, members in part.items()}
-    optimizer = _make(field, spec, dummies, groups, 1e-3)
-    made = None if scheduler is None else instantiate(SCHEDULER, scheduler, LRScheduler, optimizer)
-    parameters = [parameter for members in dummies.values() for parameter in members]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            for _ in range(3):
-                optimizer.step()
-        problem = "" if all(x.isfinite().all() for x in parameters) else "parameters are not finite after three steps"
-    except Exception as error:
-        problem = f"a step fails, {type(error).__name__}: {error}"
-    if problem:
-        given = f"{field}={spec!r}" + (f" with optimizer.groups={groups!r}" if groups else "")
-        expected = "an optimizer and arguments that can take steps without a closure, on dense gradients"
-        raise ConfigurationError(f"{given} is not valid ({problem}): expected {expected}")
-    if made is not None:
-        step_scheduler(made, scheduler)
-
-
 def make_optimizers(
     policy: nn.Module, options: Mapping[str, Any], default: ClassSpec, rates: Sequence[float]
 ) -> tuple[list[Optimizer], list[LRScheduler]]:
@@ -189,8 +136,6 @@ def _make(
     given: list[dict[str, Any]] = []
     for pattern, members in parameters.items():
         options = {} if pattern is None else groups[pattern]
-        # Plain data has lists where optimizers expect tuples, such as betas.
-        options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
         given.append({"params": members, **options, **({"lr": rate * options[SCALE]} if SCALE in options else {})})
     # Without groups the parameters are passed as a list, which all optimizers accept.
     single = [*parameters] == [None]

@@ -106,7 +106,7 @@ def parse_schedule(
         except ConfigurationError as error:
             raise ConfigurationError(f"{error}{OR_SCHEDULE}") from None
         return _constant(value)
-    lowest = at_least if above is None else max(above, -math.inf if at_least is None else at_least)
+    lowest = above if at_least is None else at_least
 
     def number(name: str, given: Any) -> float:  # noqa: ANN401 - checked here
         check_number(f"{field}: {name}", given, at_least=lowest, at_most=at_most)
@@ -115,10 +115,8 @@ def parse_schedule(
     kind = value.get("kind")
     check(is_one_of(kind, _KEYS), f"{field}: kind", kind, "one of " + ", ".join(_KEYS))
     keys, optional = _KEYS[kind]
-    missing, unknown = [key for key in keys if key not in value], {*map(str, value)} - {"kind", *keys, *optional}
-    check(not missing, field, value, f"{', '.join(keys)} beside kind={kind}; missing: {', '.join(missing)}")
-    expected = f"no keys but kind, {', '.join((*keys, *optional))}, got {', '.join(sorted(unknown))}"
-    check(not unknown, field, value, expected)
+    expected = f"{', '.join(keys)} beside kind={kind}" + f", and optionally {optional}" * bool(optional)
+    check({*keys} <= value.keys() <= {"kind", *keys, optional}, field, value, expected)
     if kind == "constant":
         check_number(f"{field}: value", value["value"], above=above, at_least=at_least, at_most=at_most)
         return _constant(value["value"])
@@ -130,12 +128,12 @@ def parse_schedule(
     return Ramp(number("start", value["start"]), number("end", value["end"]), over, kind == "cosine")
 
 
-# Required and optional keys of each kind.
-_KEYS: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "constant": (("value",), ()),
-    "linear": (("start", "end"), ("over",)),
-    "cosine": (("start", "end"), ("over",)),
-    "piecewise": (("points",), ("interpolate",)),
+# Required keys of each kind, and the optional one.
+_KEYS: dict[Any, tuple[tuple[str, ...], str]] = {
+    "constant": (("value",), ""),
+    "linear": (("start", "end"), "over"),
+    "cosine": (("start", "end"), "over"),
+    "piecewise": (("points",), "interpolate"),
 }
 
 

@@ -14,12 +14,10 @@ from lightning_rl.validation import ConfigurationError
 from tests.algorithms.test_impala import SGD, estimated, learn, make, moved
 from tests.helpers import (
     CONTINUOUS,
-    PIXELS,
     VECTOR,
     FixedRollouts,
     make_data,
     make_trainer,
-    merged,
     parameters_of,
     random_rollout,
 )
@@ -177,39 +175,11 @@ def test_invalid_options_raise(options, message):
         make(CLEAR, **options)
 
 
-@pytest.mark.parametrize(
-    ("env_id", "data_options", "options"),
-    [
-        ("Pendulum-v1", {}, {}),
-        (
-            "Pendulum-v1",
-            {},
-            {"policy": {"memory": {"kind": "lstm", "hidden_size": 8, "sequence_length": 8, "burn_in": 3}}},
-        ),
-        ("tests.mask_probes:Probe/Lights-v0", {"env": {"action_mask": "method.action_masks"}}, {}),
-        (PIXELS, {}, {"policy": {"network": "mlp"}}),
-    ],
-)
-def test_replay_memory_without_room_for_one_unroll_raises(env_id, data_options, options):
-    """Distributions, memory and what truncated steps reached included; one byte less is too little."""
-    data = make_data(env_id, rollouts_per_epoch=1, **merged({"env": {"max_episode_steps": 1}}, data_options))
-
-    def fit(num_bytes: int) -> CLEAR:
-        gib = num_bytes / 2**30
-        model = CLEAR(
-            data.observation_space,
-            data.action_space,
-            replay_memory_gib=gib,
-            **merged({"policy": {"hidden_sizes": (8,)}}, options),
-        )
+def test_replay_memory_without_room_for_the_observations_of_one_unroll_raises():
+    data = make_data(rollouts_per_epoch=1)
+    model = CLEAR(data.observation_space, data.action_space, replay_memory_gib=1e-7)
+    with pytest.raises(ConfigurationError, match=r"^replay_memory_gib=1e-07 .* at least .*, for \d+ steps of 24 bytes"):
         make_trainer().fit(model, data)
-        return model
-
-    kept = fit(2**30).kept
-    needed = kept.num_bytes // len(kept)
-    assert len(kept) == 2 and len(fit(needed).kept) == 1
-    with pytest.raises(ConfigurationError, match=rf"^replay_memory_gib=.* expected at least .*{needed} bytes"):
-        fit(needed - 1)
 
 
 def test_stored_distributions_are_from_before_the_gradient_step():

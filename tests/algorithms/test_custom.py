@@ -29,17 +29,6 @@ class Residual(nn.Module):
         return x + self.second(x).relu()
 
 
-class Narrow(nn.Module):
-    """Expects one input too many."""
-
-    def __init__(self, observation_space: spaces.Box) -> None:
-        super().__init__()
-        self.linear, self.out_features = nn.Linear(observation_space.shape[0] + 1, 8), 8
-
-    def forward(self, observations: Tensor) -> Tensor:
-        return self.linear(observations)
-
-
 class OneNetwork(nn.Module):
     """A policy that is no `ActorCritic`: one linear layer gives logits and value."""
 
@@ -153,16 +142,6 @@ def test_options_that_a_subclass_fixes_cannot_be_set(in_tmp_path, monkeypatch):
         FixedPPO.load_from_checkpoint(path, clip_range=0.3)
     with pytest.raises(SystemExit):
         main(["fit", f"--model={__name__}.FixedPPO", "--data.env_id=CartPole-v1", "--model.clip_range=0.3"])
-
-
-def test_error_in_a_custom_encoder_is_an_error_before_training_unless_it_may_need_the_gpu(monkeypatch):
-    space, policy = make_data().observation_space, {"network": {"class_path": f"{__name__}.Narrow"}}
-    failed = r"^policy.network: .*Narrow failed on 2 random observations of Box.*: mat1 and mat2"
-    with pytest.raises(ConfigurationError, match=failed):
-        PPO(space, spaces.Discrete(2), policy=policy)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.warns(UserWarning, match=failed):
-        PPO(space, spaces.Discrete(2), policy=policy)
 
 
 def test_own_encoder_is_used_by_actor_and_critic():

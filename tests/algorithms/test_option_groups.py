@@ -254,7 +254,7 @@ def test_a_minibatch_size_that_does_not_divide_the_rollout_raises(size):
         ({"minibatch_size": 0}, r"minibatch_size=0 .* an integer of at least 1"),
         ({"minibatch_size": 2.5}, r"minibatch_size=2\.5 .* an integer of at least 1"),
         ({"num_minibatches": 8, "minibatch_size": 64}, r"num_minibatches=8 .* None with minibatch_size=64"),
-        ({"num_minibatches": None}, r"num_minibatches=None .* an integer of at least 1"),
+        ({"num_minibatches": None}, r"num_minibatches=None .* an integer, unless minibatch_size is set"),
     ],
 )
 def test_invalid_minibatch_sizes_raise(options, message):

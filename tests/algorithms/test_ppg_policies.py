@@ -122,7 +122,7 @@ def test_both_value_heads_use_the_same_units(value_normalization: Any) -> None:
     before = [x.detach() for x in model.policy.forward_auxiliary(torch.ones(1, 3))[1:]]
     normalizer = model.policy.value_normalizer
     deviation = 1 / normalizer.moments.scale(normalizer.epsilon)
-    normalizer.update(torch.tensor([100.0, -300.0]), model.policy.value_heads, lambda x: x)
+    normalizer.update(torch.tensor([100.0, -300.0]), model.policy.value_heads)
     grown = 1 / normalizer.moments.scale(normalizer.epsilon) / deviation
     assert grown > 5
     for one, other in zip(before, model.policy.forward_auxiliary(torch.ones(1, 3))[1:], strict=True):

@@ -155,7 +155,7 @@ def test_num_epochs_num_minibatches_and_gae_lambda_are_used():
 def test_value_loss_uses_head_units_and_l2_skips_the_duals():
     plain, in_units = make(), make(normalization={"values": "running_std"}, optimizer={"l2": {"policy": 0.1}})
     rollout = random_rollout(plain.policy)
-    in_units.policy.value_normalizer.update(3 * torch.randn(100, dtype=torch.float64), [], lambda x: x)
+    in_units.policy.value_normalizer.update(3 * torch.randn(100, dtype=torch.float64), [])
     one, other = (model.compute_loss(model.batch(rollout)) for model in (plain, in_units))
     assert other["value_loss"] != pytest.approx(one["value_loss"])
     squares = sum((w**2).sum().item() for name, w in in_units.policy.named_parameters() if is_weight_of_actor(name, w))

@@ -14,7 +14,6 @@ import gymnasium
 import imageio.v3
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
@@ -251,24 +250,6 @@ def test_a_failing_environment_ends_no_run_in_which_others_are_replaced(tmp_path
     assert list(tmp_path.iterdir()) == []  # nothing half done
     with pytest.raises(Exception, match="the screen is gone"):
         trained(VideoRecorder(ROLLOUT * 2, dirpath=tmp_path), epochs=1)
-
-
-def test_the_policy_is_filmed_as_it_is_evaluated(tmp_path):
-    modes = []
-
-    class Watched(torch.nn.Identity):
-        def forward(self, x):
-            modes.append(self.training)
-            return x
-
-    data = make_data(DRAWN)
-    model = make_model(data)
-    frozen = torch.nn.Identity().eval()
-    model.policy.actor_encoder = torch.nn.Sequential(Watched(), frozen, model.policy.actor_encoder)
-    trainer = make_trainer(callbacks=[VideoRecorder(2 * ROLLOUT, dirpath=tmp_path)])
-    trainer.fit(model, data)
-    assert modes[0] and not any(modes[-5:])
-    assert model.training and model.policy.actor_encoder[0].training and not frozen.training
 
 
 # ------------------------------------------------------------------ predict

@@ -663,18 +663,7 @@ def test_a_missing_info_key_is_one_warning():
         (["--trainer.callbacks+=LearningRateFinder"], "trainer.callbacks: LearningRateFinder cannot be used"),
         (["--model=A2C", "--data.actors.count=2"], "actors.count=2 is not valid: expected 0: A2C learns from"),
         (["--trainer.precision=16-true"], "precision='16-true' is not valid: expected one of 32-true, 16-mixed, bf16"),
-        (["--model.optimizer.name=torch.optim.LBFGS"], r"optimizer=.*LBFGS'.* is not valid \(a step fails.* a closure"),
-        (
-            ["--model.optimizer.name=torch.optim.SparseAdam"],
-            "optimizer=.*SparseAdam'.* is not valid .* on dense gradients",
-        ),
-        (
-            [
-                "--model.optimizer.scheduler.name=torch.optim.lr_scheduler.CosineAnnealingLR",
-                "--model.optimizer.scheduler.options.T_max=0",
-            ],
-            "optimizer.scheduler=.*'T_max': 0.* is not valid .*ZeroDivisionError",
-        ),
+        (["--model.optimizer.name=torch.optim.LBFGS"], "optimizer.name='torch.optim.LBFGS' .* steps without a closure"),
         (
             ["--model.optimizer.options.momentum=0.9"],
             "optimizer.options={'momentum': 0.9} .* momentum needs another one: set optimizer.name",

@@ -32,10 +32,6 @@ OBSERVATIONS = torch.linspace(-2, 2, 60).view(20, 3)
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 
-def identity(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
 def make_policy(kind: Any) -> ActorCritic:
     torch.manual_seed(0)
     return ActorCritic(VECTOR, CONTINUOUS, hidden_sizes=(8,), value_normalization=kind)
@@ -48,7 +44,7 @@ def test_popart_preserves_values_when_moments_change(dtype):
     before, weight = policy.value(observations), policy.value_head.weight.clone()
     for scale, shift in ((100.0, 50.0), (0.1, -3.0), (1.0, 1000.0)):
         returns = scale * torch.randn(50, generator=torch.Generator().manual_seed(1), dtype=dtype) + shift
-        policy.value_normalizer.update(returns, policy.value_heads, identity)
+        policy.value_normalizer.update(returns, policy.value_heads)
         tolerance = 1e-6 if dtype == torch.float32 else 1e-12
         torch.testing.assert_close(policy.value(observations), before, rtol=tolerance, atol=1e2 * tolerance)
     assert not torch.allclose(policy.value_head.weight, weight)
@@ -57,7 +53,7 @@ def test_popart_preserves_values_when_moments_change(dtype):
 def test_running_std_rescales_values_when_it_changes():
     policy = make_policy("running_std")
     before, weight = policy.value(OBSERVATIONS), policy.value_head.weight.clone()
-    policy.value_normalizer.update(torch.tensor([1.0, 9.0]), policy.value_heads, identity)  # a standard deviation of 4
+    policy.value_normalizer.update(torch.tensor([1.0, 9.0]), policy.value_heads)  # a standard deviation of 4
     torch.testing.assert_close(policy.value(OBSERVATIONS), 4 * before)
     assert torch.equal(policy.value_head.weight, weight)
 
@@ -65,7 +61,7 @@ def test_running_std_rescales_values_when_it_changes():
 def test_value_units_by_hand():
     head = torch.nn.Linear(1, 1)
     for normalizer, expected in ((ValueNormalizer(), [8.0, -4.0]), (PopArt(), [13.0, 1.0])):
-        normalizer.update(torch.tensor([1.0, 9.0]), [head], identity)  # mean 5, standard deviation 4
+        normalizer.update(torch.tensor([1.0, 9.0]), [head])  # mean 5, standard deviation 4
         assert normalizer.denormalize(torch.tensor([2.0, -1.0])).tolist() == pytest.approx(expected)
         assert normalizer(torch.tensor([8.0, -2.0])).tolist() == pytest.approx([2.0, -0.5])
 
@@ -75,7 +71,7 @@ def test_running_std_equals_ding():
     normalizer = ValueNormalizer()
     assert float(normalizer.denormalize(torch.ones(()))) == pytest.approx(DING[0]["std"])
     for step in DING[1:]:
-        normalizer.update(torch.tensor(step["batch"], dtype=torch.float64), [torch.nn.Linear(1, 1)], identity)
+        normalizer.update(torch.tensor(step["batch"], dtype=torch.float64), [torch.nn.Linear(1, 1)])
         assert float(normalizer.denormalize(torch.ones((), dtype=torch.float64))) == pytest.approx(
             step["std"], rel=1e-4
         )

@@ -317,7 +317,7 @@ def test_export_options_are_checked_first(tmp_path, monkeypatch):
         with pytest.raises(ConfigurationError, match=message):
             export_policy(make("beta"), tmp_path / "policy", **options)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    expected = r"onnxscript, while format='torch_export' needs PyTorch alone: pip install 'lightning-rl\[onnx\]'"
+    expected = r"format='onnx' needs onnxscript, which is not installed: pip install 'lightning-rl\[onnx\]'"
     with pytest.raises(ConfigurationError, match=expected):
         export_policy(make("beta"), tmp_path / "policy", format="onnx")
     assert not list(tmp_path.iterdir())

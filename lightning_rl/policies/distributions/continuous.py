@@ -330,8 +330,6 @@ class _GaussianHead(nn.Module):
 def _check_stds(low: float | None, high: float | None, initial: float | None, initial_log_std: float) -> float:
     for name, value in (("min_std", low), ("max_std", high), ("initial_std", initial)):
         check_type(f"policy.action_distribution.{name}", value, PositiveFloat | None)
-    if low is not None and high is not None:
-        check(low <= high, "policy.action_distribution.min_std", low, f"at most max_std={high:g}")
     first = math.exp(initial_log_std) if initial is None else initial
     inside = (low is None or first >= low) and (high is None or first <= high)
     expected = f"a value between min_std={low} and max_std={high}; the default is exp(initial_log_std)"

@@ -17,7 +17,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.masks import MaskLayout, component_names, has_choices, num_choices
-from lightning_rl.nested import Nested, leaves, map_leaves, nested_paths, part_at, space_leaves
+from lightning_rl.nested import Nested, leaves, map_leaves, map_paths, part_at, space_leaves
 from lightning_rl.policies.distributions.base import Distribution, Initialization, projection
 from lightning_rl.policies.distributions.discrete import IMPOSSIBLE, Categorical
 from lightning_rl.policies.networks.mlp import HeadLinear
@@ -251,9 +251,8 @@ def _check_order(names: list[str], given: dict[str, str]) -> dict[str, int]:
 
 
 def _places(space: spaces.Space[Any], names: list[str]) -> Nested:
-    def of_leaf(path: str) -> int | list[int]:
-        leaf = space_leaves(space)[path]
+    def of_leaf(path: str, leaf: spaces.Space[Any]) -> int | list[int]:
         places = [names.index(name) for name in component_names(leaf, path)]
         return places[0] if isinstance(leaf, spaces.Discrete) else places
 
-    return map_leaves(of_leaf, nested_paths(space))
+    return map_paths(of_leaf, space)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -12,7 +11,7 @@ from gymnasium import spaces
 from torch import nn
 
 from lightning_rl.masks import MAX_INTEGER_CHOICES, ActionMask, MaskLayout, num_choices
-from lightning_rl.nested import join, map_space, part_at, replace_leaves, space_leaves
+from lightning_rl.nested import join, map_paths, part_at, replace_leaves, space_leaves
 from lightning_rl.options import types_of
 from lightning_rl.policies.distributions.base import Initialization
 from lightning_rl.policies.distributions.continuous import BetaHead, GaussianHead, SquashedGaussianHead
@@ -107,34 +106,21 @@ def make_action_head(
         ConfigurationError: The space is not supported, or a distribution or a mask does not suit it.
     """
     masks = [] if mask_space is None else MaskLayout(space, mask_space).masks
-    if not isinstance(space, spaces.Dict | spaces.Tuple) or _is_autoregressive(action_distribution, space):
+    kind = action_distribution.get("kind") if isinstance(action_distribution, dict) else action_distribution
+    if not isinstance(space, spaces.Dict | spaces.Tuple) or kind == _AUTOREGRESSIVE:
         return _make_head(_FIELD, space, in_features, initial_log_std, action_distribution, mask_space)
     parts = space_leaves(space)
-    if not parts:
-        raise ConfigurationError(f"action_space={space} is not supported: expected at least one part")
     choices = action_distribution or {}
     if not isinstance(choices, dict) or not set(choices) <= set(parts):
         expected = f"a mapping from parts of the action to distributions; the parts are {', '.join(parts)}"
         raise ConfigurationError(f"{_FIELD}={choices!r} is not valid: expected {expected}")
     masked = [path for path in parts if any(mask == path or mask.startswith(join(path, "")) for mask in masks)]
-    paths = iter(parts)
 
-    def make(part: spaces.Space[Any]) -> nn.Module:
-        path = next(paths)
+    def make(path: str, part: spaces.Space[Any]) -> nn.Module:
         own_masks = _masks_of(path, mask_space) if path in masked else None
         return _make_head(f"{_FIELD}.{path}", part, in_features, initial_log_std, choices.get(path), own_masks)
 
-    return JointHead(map_space(make, space), list(parts), masked)
-
-
-def _is_autoregressive(choice: ActionDistribution, space: spaces.Space[Any]) -> bool:
-    """Whether a choice is about a whole `Dict` or `Tuple`, and not about a part with the name `kind`."""
-    if not isinstance(choice, dict):
-        return choice == _AUTOREGRESSIVE
-    chosen = choice.get("kind") == _AUTOREGRESSIVE
-    clear = not chosen or "kind" not in space_leaves(space)
-    check(clear, _FIELD, choice, f"{_AUTOREGRESSIVE!r} alone, since a part of the action is called 'kind'")
-    return chosen
+    return JointHead(map_paths(make, space), list(parts), masked)
 
 
 def _masks_of(path: str, mask_space: spaces.Space[Any] | None) -> spaces.Space[Any]:
@@ -174,8 +160,6 @@ def _kind_and_options(field: str, space: spaces.Space[Any], choice: ActionDistri
     options = dict(choice) if isinstance(choice, dict) else {}
     name = options.pop("kind", None) if isinstance(choice, dict) else choice
     check(choice is None or isinstance(name, str), field, choice, expected)
-    if not all(np.prod(leaf.shape or ()) for leaf in space_leaves(space).values()):
-        raise ConfigurationError(f"action_space={space} is not supported: expected at least one component")
     if name is None:
         name = next((one for one in _DEFAULTS if KINDS[one].suits(space)), None)
         if name is None:
@@ -192,8 +176,6 @@ def _kind_and_options(field: str, space: spaces.Space[Any], choice: ActionDistri
 
 
 def _check_masks(field: str, mask_space: spaces.Space[Any], head: nn.Module) -> None:
-    takes = "mask" in inspect.signature(head.forward).parameters
-    check(takes, field, type(head).__name__, "a head whose forward takes 'mask' too, since this part has a mask")
     is_one = isinstance(mask_space, ActionMask) and mask_space.given is None
     expected = f"{_AUTOREGRESSIVE}, since there are masks of single components or that depend on another's choice"
     check(is_one or isinstance(head, AutoregressiveHead), field, type(head).__name__, expected)

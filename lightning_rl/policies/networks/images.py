@@ -33,7 +33,7 @@ def _is_traced() -> bool:
 
 
 class _ImageEncoder(nn.Module):
-    """Scaling, channel order and batch dimensions of the convolutional encoders, and their last linear layer."""
+    """Scaling and channel order of the convolutional encoders of images `[N, *shape]`, and their last linear layer."""
 
     linear: nn.Linear
 
@@ -54,20 +54,16 @@ class _ImageEncoder(nn.Module):
     def _to_features(self, layers: nn.Module, observations: Tensor) -> Tensor:
         dtype = self.linear.weight.dtype
         size = max(1, _PIXELS_AT_A_TIME // (self.channels * self.height * self.width))
-        may_split = observations.dim() == 4 and observations.is_cpu and not _is_traced()
-        if may_split and len(observations) > size:
+        if observations.is_cpu and not _is_traced() and len(observations) > size:
             parts = torch.split(observations, size)
             convolved = torch.cat([layers(self._to_pixels(part, dtype)) for part in parts])
         else:
             convolved = layers(self._to_pixels(observations, dtype))
-        features = functional.relu(self.linear(convolved))
-        return features.reshape(*observations.shape[:-3], self.out_features)
+        return functional.relu(self.linear(convolved))
 
     def _to_pixels(self, observations: Tensor, dtype: torch.dtype) -> Tensor:
         """Return `[N, channels, height, width]` in the dtype of the network, with channels last in memory for speed."""
-        x = observations.flatten(0, -4) if observations.dim() > 4 else observations
-        x = x.unsqueeze(0) if x.dim() == 3 else x
-        x = x.permute(0, 3, 1, 2) if self.channels_last else x
+        x = observations.permute(0, 3, 1, 2) if self.channels_last else observations
         if x.is_floating_point() or self.channels_last or not x.is_cpu or _is_traced():
             pixels = x.to(dtype, memory_format=torch.channels_last)
         else:  # one channel at a time takes half the time

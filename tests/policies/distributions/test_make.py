@@ -105,8 +105,6 @@ def test_custom_head_is_given_by_class_path():
         ),
         (spaces.Sequence(BOX), None, r"action_space=Sequence.* expected Discrete"),
         (spaces.Dict({"a": spaces.Graph(BOX, None)}), None, r"action_space=Graph.* or a Dict or Tuple of these"),
-        (spaces.Dict(), None, r"action_space=Dict\(\) is not supported: expected at least one part"),
-        (spaces.Box(-1, 1, (0,)), None, r"action_space=Box.* expected at least one component"),
         (NESTED, "gaussian", r"action_distribution='gaussian' .* the parts are arm.0, arm.1, move"),
         (NESTED, {"arm": "beta"}, r"a mapping from parts of the action .* the parts are arm.0, arm.1, move"),
         (NESTED, {"arm.1": "beta"}, r"action_distribution.arm.1='beta' is not valid"),
@@ -118,7 +116,6 @@ def test_custom_head_is_given_by_class_path():
         (OPEN, {"kind": "gaussian", "mean_transform": "tanh"}, r"mean_transform='tanh' .* expected none, since Box"),
         (BOX, {"kind": "beta", "initialization": "xavier"}, r"action_distribution.initialization='xavier'"),
         (BOX, {"kind": "gaussian", "min_std": 0.0}, r"action_distribution.min_std=0.0 .* above 0"),
-        (BOX, {"kind": "gaussian", "min_std": 2.0, "max_std": 1.0}, r"min_std=2.0 .* at most max_std=1"),
         (BOX, {"kind": "gaussian", "max_std": 0.5}, r"initial_std=1.0 is not valid: expected a value between"),
         (BOX, {"kind": "gaussian", "initial_std": "x"}, r"action_distribution.initial_std='x' .* a number above 0"),
         (BOX, {"class_path": "torch.nn.Linear"}, r"action_distribution: torch.nn.Linear refused"),
@@ -212,7 +209,5 @@ def test_every_kind_and_option_is_documented():
 
 def test_action_part_with_the_name_kind():
     space = spaces.Dict({"kind": spaces.Discrete(3), "amount": spaces.Discrete(2)})
-    with pytest.raises(ConfigurationError, match=r"expected 'autoregressive' alone, since a part .* is called 'kind'"):
-        make_action_head(space, 4, action_distribution={"kind": "autoregressive"})
     assert isinstance(make_action_head(space, 4, action_distribution="autoregressive"), AutoregressiveHead)
     make_action_head(space, 4, action_distribution={"kind": "categorical"})

@@ -386,12 +386,6 @@ def test_custom_head_gets_the_mask():
             "autoregressive",
             r"no component that depends on itself",
         ),
-        (
-            spaces.Discrete(5),
-            DISCRETE_MASK,
-            {"class_path": f"{__name__}.Plain"},
-            r"^policy.action_distribution='Plain' is not valid: expected a head whose forward takes 'mask' too",
-        ),
         (spaces.Discrete(5), None, "autoregressive", None),
         (spaces.MultiDiscrete([64, 65]), None, "autoregressive", r"with at most 4096 combinations"),
         (

@@ -182,11 +182,9 @@ def test_uint8_observations_are_divided_by_255(network):
         (spaces.Box(-1, 1, (2, 3)), "mlp"),
         (spaces.Box(-1, 1, ()), "mlp"),
         (spaces.Discrete(4), "mlp"),
-        (image_space(36, 36, 3), "nature"),
-        (image_space(3, 8, 8), "impala"),
     ],
 )
-def test_encoders_take_any_leading_dimensions(space, network):
+def test_mlps_take_any_leading_dimensions(space, network):
     encoder = make_encoder(space, network, hidden_sizes=(8,))
     rows = torch.from_numpy(np.stack([space.sample() for _ in range(6)]))
     features = encoder(rows)
@@ -238,10 +236,8 @@ def test_checking_the_width_of_an_encoder_has_no_side_effects():
     assert torch.equal(drawn, torch.rand(3)) and np.array_equal(sampled, space.sample())
 
 
-def test_encoder_that_may_need_the_gpu_is_not_checked(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    spec = f"{__name__}.OnlyOnItsDevice"
-    assert make_encoder(spaces.Box(-1, 1, (3,)), spec).out_features == 9
+def test_encoder_that_needs_a_gpu_is_not_checked():
+    assert make_encoder(spaces.Box(-1, 1, (3,)), f"{__name__}.OnlyOnItsDevice").out_features == 9
 
 
 @pytest.mark.parametrize(
@@ -261,7 +257,7 @@ def test_encoder_that_may_need_the_gpu_is_not_checked(monkeypatch):
         (
             spaces.Box(-1, 1, (3,)),
             {"network": f"{__name__}.WithoutOutFeatures"},
-            r"network: .*WithoutOutFeatures is not an encoder: expected .* 'out_features'",
+            r"network='.*WithoutOutFeatures' is not valid: expected .* integer attribute out_features",
         ),
         (
             spaces.Box(-1, 1, (3,)),
@@ -271,12 +267,12 @@ def test_encoder_that_may_need_the_gpu_is_not_checked(monkeypatch):
         (
             spaces.Box(-1, 1, (3,)),
             {"network": f"{__name__}.Boastful"},
-            r"network: .*Boastful has out_features=9, but its forward returned \[2, 8\] for 2 .*: expected \[2, 9\]",
+            r"network='.*Boastful' is not valid: expected features \[2, 9\] for 2 .*, got \[2, 8\]",
         ),
         (
             spaces.Dict({"a": spaces.Box(-1, 1, (3,)), "b": spaces.Box(-9, 9, (2, 2), np.float64)}),
             {"network": {"b": f"{__name__}.Boastful"}},
-            r"network\.b: .*Boastful has out_features=9, but",
+            r"network\.b='.*Boastful' is not valid: expected features \[2, 9\]",
         ),
         (spaces.Box(-1, 1, (3,)), {"network": {"width": 3}}, r"network=.* a dict with 'class_path'"),
     ],
