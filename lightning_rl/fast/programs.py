@@ -39,7 +39,7 @@ class ComputedLoss(NamedTuple):
     """
 
     recorded: Recorded
-    total: Tensor
+    total: Any
     terms: Any
     first_log_ratios: Tensor | None
     limits: dict[str, Any]
@@ -69,7 +69,7 @@ class Graph:
     has_side_effects: bool
 
     def __init__(self, capture: Capture, module: GraphModule) -> None:
-        self.module = with_quick_tanh(module)
+        self.module = with_quick_functions(module)
         self.sizes, self.dynamic_dims = _dynamic_sizes(module)
         self.inputs: Sequence[Any] = ()
         self.outputs: Sequence[Tensor] = ()
@@ -106,7 +106,7 @@ class Graph:
 
     def loss(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> ComputedLoss:
         """Return the loss, given inputs and outputs of the graph."""
-        return ComputedLoss(*filled(self._template, inputs, outputs))
+        return ComputedLoss(*map_leaves(lambda origin: found(origin, inputs, outputs), self._template))
 
 
 def origins(results: Nested, inputs: Sequence[Any], outputs: Sequence[Any]) -> Nested:
@@ -127,16 +127,12 @@ def origins(results: Nested, inputs: Sequence[Any], outputs: Sequence[Any]) -> N
     return map_leaves(origin, results)
 
 
-def filled(template: Nested, inputs: Sequence[Any], outputs: Sequence[Any]) -> Nested:
-    """Return `results` for other inputs and outputs, given their `origins`."""
-
-    def value(origin: list[Any]) -> Any:  # noqa: ANN401
-        kind, which = origin
-        if kind == "value":
-            return which
-        return outputs[which] if kind == "outputs" else inputs[which]
-
-    return map_leaves(value, template)
+def found(origin: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:  # noqa: ANN401
+    """Return what is at an origin, for other inputs and outputs."""
+    kind, which = origin
+    if kind == "value":
+        return which
+    return outputs[which] if kind == "outputs" else inputs[which]
 
 
 class QuickTanh(torch.autograd.Function):
@@ -166,11 +162,22 @@ def _tanh(x: Tensor) -> Tensor:
     return torch.tanh(x)
 
 
-def with_quick_tanh(module: GraphModule) -> GraphModule:
-    """Replace the hyperbolic tangents of a graph."""
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    product = nn.functional.linear(x, weight)
+    if bias is None or not x.is_cpu or product.dtype is torch.bfloat16:  # which would round twice
+        return nn.functional.linear(x, weight, bias)
+    # The compiler fuses a difference with the function that follows it. It would turn a sum into a product that is
+    # added to a copy of the bias for each row, which takes longer.
+    return product - (-bias)
+
+
+def with_quick_functions(module: GraphModule) -> GraphModule:
+    """Replace hyperbolic tangents and linear layers of a graph by functions that take less time when compiled."""
     for node in module.graph.nodes:
         if node.target in (torch.tanh, nn.functional.tanh) or (node.op == "call_method" and node.target == "tanh"):
             node.op, node.target = "call_function", _tanh
+        elif node.target is nn.functional.linear:
+            node.target = _linear
     module.recompile()
     return module
 
@@ -275,13 +282,13 @@ class Gradient:
 
 
 class Compiled:
-    """A function of nested tuples of tensors, compiled when it is called first, with the current inputs of `graph`.
+    """A function of tensors that returns a tuple, compiled when it is called first, with the current inputs of `graph`.
 
     There are no guards, which the graph has: further calls run the compiled code itself, without PyTorch's search for
     the code that fits, which takes a tenth of a small step.
     """
 
-    def __init__(self, function: Callable[..., Any], graph: Graph, device: torch.device) -> None:
+    def __init__(self, function: Callable[..., tuple[Any, ...]], graph: Graph, device: torch.device) -> None:
         for k, dim in graph.dynamic_dims:
             mark_dynamic(graph.inputs[k], dim)
         self._options = {"cpp_wrapper": True} if device.type == "cpu" else {}
@@ -290,22 +297,21 @@ class Compiled:
         self._code: Callable[..., Sequence[Tensor]] | None = None
         # The place of each input among the given tensors, with the dimension of which it is the size.
         self._places: list[tuple[int, int | None]] = []
-        self._template: Nested = None
+        self._origins: Sequence[Sequence[Any]] = ()
 
-    def __call__(self, *given: Any) -> Any:  # noqa: ANN401 - nested tuples
+    def __call__(self, *given: Tensor) -> Sequence[Any]:
         if self._code is None:
             return self._called_first(*given)
-        found = leaves(given)
-        outputs = self._code(*[found[k] if dim is None else found[k].shape[dim] for k, dim in self._places])
-        return filled(self._template, found, outputs)
+        outputs = self._code(*[given[k] if dim is None else given[k].shape[dim] for k, dim in self._places])
+        return [found(origin, given, outputs) for origin in self._origins]
 
-    def _called_first(self, *given: Any) -> Any:  # noqa: ANN401
-        results, found = self._first(*given), leaves(given)
-        index = {id(x): k for k, x in enumerate(found)}
+    def _called_first(self, *given: Tensor) -> Sequence[Any]:
+        results: tuple[Any, ...] = self._first(*given)
+        index = {id(x): k for k, x in enumerate(given)}
         sizes, _ = _dynamic_sizes(self._module)
         tensors = [sizes.get(k, (k, None)) for k in range(len(self._inputs))]
         self._places = [(index[id(self._inputs[k])], dim) for k, dim in tensors]
-        self._template = origins(results, found, self._outputs)
+        self._origins = origins(results, given, self._outputs)
         del self._module, self._inputs, self._outputs
         return results
 
@@ -334,40 +340,40 @@ class Replay:
 
     A CUDA graph reads and writes fixed memory, so the inputs that differ between calls are copied to where they were
     when it was recorded. There is one graph for each shape of these inputs and each place of the others. The first such
-    call runs the program itself, which may still choose its kernels. `program` takes nested tuples of tensors, and
-    returns two: results that the next call may overwrite, and results to keep. On other devices it runs as it is.
+    call runs the program itself, which may still choose its kernels. The next call may overwrite the first
+    `num_overwritten` results. On other devices the program runs as it is.
     """
 
     device_type = "cuda"
 
-    def __init__(self, program: Callable[..., tuple[Any, Any]], device: torch.device) -> None:
+    def __init__(self, program: Callable[..., Sequence[Any]], device: torch.device, num_overwritten: int = 0) -> None:
         self._program, self._replays = program, device.type == self.device_type
+        self._num_overwritten = num_overwritten
         # Copied inputs, outputs, and the function that runs the graph; None after the first call.
         self._recordings: dict[Any, tuple[list[Tensor], Any, Callable[[], None]] | None] = {}
 
-    def __call__(self, moving: Sequence[Tensor], *inputs: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    def __call__(self, moving: Sequence[Tensor], *inputs: Tensor) -> Sequence[Any]:
         """Run the program on `inputs`, of which those in `moving` may differ in the next call; none: it is unknown."""
         moves = {id(x) for x in moving} if self._replays else None
         if not moves:
             return self._program(*inputs)
-        found = leaves(inputs)
-        key = tuple((x.shape, x.stride(), x.dtype) if id(x) in moves else x.data_ptr() for x in found)
+        key = tuple((x.shape, x.stride(), x.dtype) if id(x) in moves else x.data_ptr() for x in inputs)
         if key not in self._recordings:
             if len(self._recordings) < _MOST_GRAPHS:
                 self._recordings[key] = None
             return self._program(*inputs)
-        given = [x for x in found if id(x) in moves]
+        given = [x for x in inputs if id(x) in moves]
         if (recording := self._recordings[key]) is None:
             copies = {id(x): x.clone() for x in given}
-            fixed = map_leaves(lambda x: copies.get(id(x), x), inputs)
+            fixed = [copies.get(id(x), x) for x in inputs]
             recording = [copies[id(x)] for x in given], *recorded(lambda: self._program(*fixed))
             self._recordings[key] = recording
         places, outputs, run = recording
         for place, x in zip(places, given, strict=True):
             place.copy_(x)
         run()
-        overwritten, kept = outputs
-        return overwritten, map_leaves(torch.clone, kept)
+        count = self._num_overwritten
+        return [*outputs[:count], *map(torch.clone, outputs[count:])]
 
 
 class GradientProgram:
@@ -376,27 +382,28 @@ class GradientProgram:
     known_loss: KnownLoss
 
     def __init__(self, graph: Graph, gradient: Gradient) -> None:
-        on_several_ranks = world_size() > 1
+        on_several_ranks, count = world_size() > 1, len(gradient.parameters)
 
-        def program(learned: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Any, Any]:
-            gradients, outputs = gradient(learned, others)
+        def program(*given: Tensor) -> tuple[Any, ...]:
+            gradients, outputs = gradient(given[:count], given[count:])
             if on_several_ranks:  # a non-finite loss on one rank must reach the averaged gradient
                 factor = 1 + 0 * outputs[graph.total]
                 gradients = [x * factor for x in gradients]
-            return tuple(gradients), tuple(outputs)
+            return *gradients, *outputs
 
         self._graph, self._gradient = graph, gradient
         device = gradient.parameters[0].device
-        self._program = Replay(Compiled(program, graph, device), device)
+        self._program = Replay(Compiled(program, graph, device), device, num_overwritten=count)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute `known_loss`, and return the outputs of the graph."""
         parameters = self._gradient.parameters
         with torch.no_grad():
-            learned = tuple(parameter.detach() for parameter in parameters)
-            gradients, outputs = self._program(self._graph.moving(inputs), learned, self._gradient.others(inputs))
+            learned = [parameter.detach() for parameter in parameters]
+            results = self._program(self._graph.moving(inputs), *learned, *self._gradient.others(inputs))
+        gradients, outputs = results[: len(parameters)], results[len(parameters) :]
         self.known_loss = self._graph.loss(inputs, outputs), [*zip(parameters, gradients, strict=True)]
-        return outputs  # type: ignore[no-any-return]
+        return outputs
 
 
 class StepState(NamedTuple):
@@ -408,7 +415,7 @@ class StepState(NamedTuple):
 
 
 Step = tuple[ComputedLoss, StepState]
-"""Recorded numbers of a whole step, without terms and limits, and the state after it."""
+"""Recorded numbers of a whole step, without total, terms and limits, and the state after it."""
 
 
 class StepProgram:
@@ -443,9 +450,9 @@ class StepProgram:
         self._names, self._has_value = (*names, *norm_names, "total_abs_loss"), before.has_value
         keeps_all, has_ratios = graph.has_side_effects, before.first_log_ratios is not None
 
-        def program(
-            given: Sequence[Sequence[Tensor]], others: Sequence[Tensor], state: Sequence[Tensor]
-        ) -> tuple[Any, ...]:
+        def program(*tensors: Tensor) -> tuple[Any, ...]:
+            given = [tensors[6 * k : 6 * k + 6] for k in range(len(groups))]  # by `Vectors.tensors`
+            others, state = tensors[6 * len(groups) : -3], tensors[-3:]
             learned = [given[k][0][begin : begin + size].view(shape) for k, begin, size, shape in learned_places]
             gradients, outputs = gradient(learned, others)
             loss = graph.loss(gradient.inputs(learned, others), outputs)
@@ -474,14 +481,14 @@ class StepProgram:
             for tensors, x, numbers in zip(given, flat, constants, strict=True):
                 _take_adam_step(tensors, x, is_open, *numbers)
             kept = outputs if keeps_all else (loss.first_log_ratios,) if has_ratios else ()
-            return (), (recorded, (is_open, finite, num_updates + is_open), tuple(kept))
+            return recorded, is_open, finite, num_updates + is_open, *kept
 
         device = gradient.parameters[0].device
         self._program = Replay(Compiled(program, graph, device), device)
 
     def use(self, groups: Sequence[Vectors]) -> None:
         """Take the next steps on these vectors."""
-        self._groups, self._tensors = groups, tuple(vectors.tensors() for vectors in groups)
+        self._groups, self._tensors = groups, [x for vectors in groups for x in vectors.tensors()]
 
     def __call__(self, inputs: Sequence[Tensor], state: StepState) -> Sequence[Any]:
         """Take a step from `state`, and return the outputs of the graph if the loss has side effects."""
@@ -491,14 +498,15 @@ class StepProgram:
         with torch.no_grad():
             others = self._gradient.others(inputs)
             moving = [*moving, *state] if moving else []
-            _, (values, after, outputs) = self._program(moving, self._tensors, others, tuple(state))
+            values, *results = self._program(moving, *self._tensors, *others, *state)
+        after, outputs = results[:3], results[3:]
         if self._graph.has_side_effects:
             ratios = self._graph.loss(inputs, outputs).first_log_ratios
         else:
             ratios = outputs[0] if outputs else None
-        recorded, total = (self._names, values, self._observed), values[self._names.index("loss")]
-        self.result = ComputedLoss(recorded, total, (), ratios, {}, self._has_value), StepState(*after)
-        return outputs  # type: ignore[no-any-return]
+        recorded = (self._names, values, self._observed)
+        self.result = ComputedLoss(recorded, None, (), ratios, {}, self._has_value), StepState(*after)
+        return outputs
 
 
 def constants_of(group: dict[str, Any]) -> tuple[float, float, float, float, bool]:
@@ -532,9 +540,10 @@ def _take_adam_step(
         gradient = -gradient
     if weight_decay:
         gradient = gradient + weight_decay * values
-    count = steps[0].double() + condition
-    step_size = (rate / (1 - beta1**count)).to(values.dtype)
-    scale = (1 - beta2**count).sqrt().to(values.dtype)
+    counts = steps.double() + 1
+    # The entries are equal. The compiler computes a maximum once, but would compute powers again for each parameter.
+    step_size = (rate / (1 - beta1**counts)).amax().to(values.dtype)
+    scale = (1 - beta2**counts).sqrt().amax().to(values.dtype)
     first = torch.lerp(exp_avg, gradient, 1 - beta1)
     second = beta2 * exp_avg_sq + (1 - beta2) * gradient * gradient
     stepped = values - step_size * first / (second.sqrt() / scale + eps)
