@@ -108,9 +108,10 @@ def to_environment(space: spaces.Space[Any], action: Nested) -> Nested:
     Discrete choices are shifted by the space's `start` (for an integer `Box` by its `low`), and continuous actions are
     clipped to the bounds. All parts get the space's shape and dtype.
     """
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        return map_leaves(_leaf_to_environment, map_space(lambda leaf: leaf, space), action)
-    return _leaf_to_environment(space, action)
+    # In this order, because it takes longer to find out whether a space is a `Dict`, which has abstract base classes.
+    if isinstance(space, spaces.Discrete) or not isinstance(space, spaces.Dict | spaces.Tuple):
+        return _leaf_to_environment(space, action)
+    return map_leaves(_leaf_to_environment, map_space(lambda leaf: leaf, space), action)
 
 
 def _leaf_to_environment(leaf: Any, action: Any) -> Any:  # noqa: ANN401 - any space; arrays

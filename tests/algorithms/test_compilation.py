@@ -20,7 +20,7 @@ def assert_close(model: PPO, other: PPO) -> None:
 
 
 def test_a_compiled_model_learns_the_same_with_the_compiled_engine(tmp_path, monkeypatch):
-    monkeypatch.setattr(fast.programs, "compiled", lambda function, *_: function)  # compiling takes seconds
+    monkeypatch.setattr(fast.programs, "Compiled", lambda function, *_: function)  # compiling takes seconds
     torch.compiler.reset()
     data = make_data()
     expected = make_model(data)

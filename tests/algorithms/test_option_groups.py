@@ -109,7 +109,7 @@ class Doubling(PPO):
 def test_subclasses_can_pass_other_values_while_the_given_values_are_stored(tmp_path):
     model = Doubling(VECTOR, DISCRETE, optimizer={"max_grad_norm": 1.5})
     for one in (model, Doubling.load_from_checkpoint(saved(model, tmp_path))):
-        assert (one.gamma, one.num_epochs, one.steps.max_grad_norm, one.dual_clip) == (0.8, 4, 3.0, 4.0)
+        assert (one.estimator.gamma, one.num_epochs, one.steps.max_grad_norm, one.dual_clip) == (0.8, 4, 3.0, 4.0)
         assert (one.options["gamma"], one.options["num_epochs"]) == (0.8, 4)
         assert (one.options["optimizer.max_grad_norm"], one.options["clipping.dual"]) == (3.0, 4.0)
         assert (one.hparams["gamma"], one.hparams["num_epochs"]) == (0.4, 2)
