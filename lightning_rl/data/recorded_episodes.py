@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import warnings
@@ -27,7 +26,7 @@ from lightning_rl.nested import Nested, leaves, map_leaves, map_paths, map_space
 from lightning_rl.policies.interface import from_environment
 from lightning_rl.rollouts.rollout import Episode, Rollout
 from lightning_rl.spaces import observation_dtype
-from lightning_rl.validation import ConfigurationError, check, how_to_install
+from lightning_rl.validation import ConfigurationError, check, check_installed
 
 _MINARI = "minari:"
 
@@ -214,7 +213,8 @@ def write_minari(
     `folder` holds all data sets, as `MINARI_DATASETS_PATH`. Without Minari, or for episodes that it cannot store, a
     `ConfigurationError` is raised.
     """
-    minari = check_can_write()
+    check_can_write()
+    import minari
     from minari.data_collector import EpisodeBuffer
 
     folder = folder.absolute()  # Minari joins a relative path to itself
@@ -257,7 +257,9 @@ def read_minari(source: str, field: str) -> Iterator[Episode]:
 
     Without Minari or the data set, a `ConfigurationError` is raised.
     """
-    minari = _import_minari(field)
+    check_installed(field, "minari", "minari")
+    import minari
+
     try:
         data = Path(source) / "data"
         dataset = minari.MinariDataset(data) if data.is_dir() else minari.load_dataset(source)
@@ -275,19 +277,9 @@ def read_minari(source: str, field: str) -> Iterator[Episode]:
         )
 
 
-def check_can_write() -> Any:  # noqa: ANN401 - a module
-    """Return the module `minari`; without it or h5py, which it needs to write, raise a `ConfigurationError`."""
-    if importlib.util.find_spec("h5py") is None:
-        raise ConfigurationError(f"recording as 'minari' needs h5py: {how_to_install('minari')}")
-    return _import_minari("recording as 'minari'")
-
-
-def _import_minari(field: str) -> Any:  # noqa: ANN401 - a module
-    try:
-        import minari
-    except ImportError as error:
-        raise ConfigurationError(f"{field} needs Minari: {how_to_install('minari')}") from error
-    return minari
+def check_can_write() -> None:
+    """Raise a `ConfigurationError` without Minari or h5py, which Minari needs to write."""
+    check_installed("recording as 'minari'", "minari", "minari", "h5py")
 
 
 def _plain_spec(env_id: str) -> EnvSpec | None:

@@ -316,7 +316,7 @@ def test_recording_that_cannot_be_done_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match="rgb_array"):
         make_trainer(callbacks=[EpisodeRecorder(tmp_path)]).predict(make_model(data), data)
     monkeypatch.setitem(sys.modules, "minari", None)
-    with pytest.raises(ConfigurationError, match=r"needs Minari: .*\[minari\]'"):
+    with pytest.raises(ConfigurationError, match=r"needs minari, .*\[minari\]'"):
         make_trainer(callbacks=[EpisodeRecorder(tmp_path, ["video", "minari"])]).predict(make_model(data), data)
 
 
@@ -329,7 +329,9 @@ def test_recording_leaves_out_what_is_not_installed_unless_it_was_asked_for(tmp_
         make_trainer(callbacks=[recorder]).predict(make_model(data), data)
     assert recorder.formats == ("video",) and len(list(tmp_path.glob("*.mp4"))) == 2
     (said,) = (message for message in caplog.messages if message.startswith("Left out"))
-    assert said.startswith("Left out: recording as 'minari' needs h5py: pip install 'lightning-rl[minari]'")
+    assert said.startswith(
+        "Left out: recording as 'minari' needs h5py, which is not installed: pip install 'lightning-rl[minari]'"
+    )
     missing.add("imageio")
     for formats in (None, ["video"]):
         with pytest.raises(ConfigurationError, match=r"video needs imageio, .*lightning-rl\[video\]"):

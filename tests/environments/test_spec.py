@@ -539,7 +539,7 @@ def test_modules_are_imported_again_in_a_new_process(package):
     spec = EnvironmentSpec("CartPole-v1", EnvConfig(imports=(package,)))
     gym_spec = find_spec("CartPole-v1")
     assert "Imported/CartPole-v0" not in gymnasium.registry
-    make_single(spec, gym_spec, ()).close()  # called by a worker process
+    make_single(spec, gym_spec).close()  # called by a worker process
     assert "Imported/CartPole-v0" in gymnasium.registry
 
 
