@@ -390,10 +390,8 @@ class RolloutDataModule(LightningDataModule):
                 f"actors.count={self.actors.count}: checkpoints do not contain the environments of actors, so they "
                 "begin new episodes; weights, optimizers and counters are restored"
             )
-        sizes = (self.num_envs, self.rollout_length, tuple(self.info_keys))
-        state = (self._sampler.starts, self._sampler.settings)
-        setup = ActorSetup(self.spec, *sizes, seed, self._rank, *state)
         start = RayActors if self.actors.backend == "ray" else ProcessActors
+        setup = ActorSetup(self._sampler, seed, self._rank)
         return start(self.actors, setup, cast(nn.Module, policy), version)
 
     def set_env_settings(self, attributes: Mapping[str, Any], reset_options: Mapping[str, Any] | None = None) -> None:
@@ -412,8 +410,6 @@ class RolloutDataModule(LightningDataModule):
                 before the first rollout does not raise, but the first rollout does.
         """
         self._sampler.set_env_settings((dict(attributes), dict(reset_options or {})))
-        if self._source is not None:
-            self._source.settings = self._sampler.settings
 
     def call_while_waiting(self, function: Callable[[], None]) -> None:
         """Call a function in the main thread twice a second while the learner waits; its exception ends the wait."""

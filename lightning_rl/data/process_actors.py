@@ -175,7 +175,7 @@ class ProcessActors(Actors):
 
     def _request(self, actor: int, another: bool = True) -> None:
         with contextlib.suppress(OSError):  # the process has ended; `_check_actors` raises
-            self._pipes[actor].send(self.settings if another else None)
+            self._pipes[actor].send(self.setup.sampler.settings if another else None)
 
     def send_policy(self, policy: nn.Module, version: int) -> None:
         self._weights.publish(policy, version, self._check_actors)
@@ -192,13 +192,12 @@ class ProcessActors(Actors):
             self._processes[actor].join(POLL_SECONDS)  # the pipe closes a little before the process ends
             self._check_actors()
             raise
-        if isinstance(received, Failure):
-            raise received.to_error("the process of the actor", RuntimeError, f"actor {actor}: ")
+        rollout = unpack(received, actor)
         self._turns.remove(actor)
         self._turns.append(actor)
         self._since[actor] = time.monotonic()
         self._request(actor)
-        return unpack(received)
+        return rollout
 
     def close(self) -> None:
         """End the processes, those that do not end in time by force."""

@@ -31,8 +31,7 @@ from lightning_rl.environments.contract import (
     WorkerFailure,
     autoreset_mode,
     batch_infos,
-    complaint,
-    first_not_finite,
+    find_not_finite,
     is_failure,
     role_prefix,
     summary,
@@ -415,7 +414,7 @@ class EnvironmentBatch:
             self._raise_named(error, "step")
         failed = self._note_failures(infos, terminated | truncated) if FAILURE in infos else ()
         if rewards.dtype.kind == "f" and not surely_finite(rewards):
-            self._check_rows(partial(_find_not_finite, "reward"), rewards)
+            self._check_rows(partial(find_not_finite, "reward"), rewards)
         ended = terminated | truncated
         valid: Array | None = None
         if failed:
@@ -603,7 +602,7 @@ class EnvironmentBatch:
             raise EnvironmentFailure(f"{self.label(first + found[0])} {found[1]}")
 
 
-_Find = Callable[[Array], tuple[int, str | None] | None]
+_Find = Callable[[Array], tuple[int, str] | None]
 """A function that returns the first row, of rows `[N, ...]` of a leaf, with a bad value, and the message about it."""
 
 
@@ -615,13 +614,7 @@ def _find_bad(path: str, space: spaces.Space[Any]) -> _Find | None:
     if isinstance(space, spaces.MultiBinary):
         return partial(_find_outside, name, space, 0, 1)
     is_float = space.dtype is not None and np.issubdtype(space.dtype, np.floating)
-    return partial(_find_not_finite, name) if is_float else None
-
-
-def _find_not_finite(name: str, rows: Array) -> tuple[int, str | None] | None:
-    if surely_finite(rows) or (bad := first_not_finite(rows)) is None:
-        return None
-    return bad[0], complaint(name, np.asarray(rows[bad[0]]))
+    return partial(find_not_finite, name) if is_float else None
 
 
 def _find_outside(name: str, space: spaces.Space[Any], low: Any, high: Any, rows: Array) -> tuple[int, str] | None:  # noqa: ANN401

@@ -194,18 +194,16 @@ def surely_finite(x: np.ndarray[Any, Any]) -> bool:
     return float(np.vdot(x, x)) < _SAFE_SQUARES
 
 
-def first_not_finite(x: np.ndarray[Any, Any]) -> tuple[int, ...] | None:
-    """Return the index of the first entry that is not a finite float32 number, or None."""
-    places = np.argwhere(~(np.abs(x) <= _LARGEST))
-    return tuple(places[0].tolist()) if len(places) else None
-
-
-def complaint(name: str, x: np.ndarray[Any, Any]) -> str | None:
-    """Return the message for an observation or reward that is not finite in float32, None if all entries are."""
-    if surely_finite(x) or (bad := first_not_finite(x)) is None:
+def find_not_finite(name: str, rows: np.ndarray[Any, Any]) -> tuple[int, str] | None:
+    """Return the first of `rows`, `[N, ...]`, that is not finite in float32, and the message about it, or None."""
+    if surely_finite(rows):
         return None
-    entry = f" (entry {', '.join(map(str, bad))})" if bad else ""
-    return f"returned {name}{entry} {x[bad]}: expected a finite number that float32 can hold"
+    places = np.argwhere(~(np.abs(rows) <= _LARGEST))
+    if not len(places):
+        return None
+    row, *entry = places[0].tolist()
+    at = f" (entry {', '.join(map(str, entry))})" if entry else ""
+    return row, f"returned {name}{at} {rows[tuple(places[0])]}: expected a finite number that float32 can hold"
 
 
 class Unexpected(Exception):
