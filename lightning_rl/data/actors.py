@@ -19,7 +19,7 @@ from lightning_rl.environments.contract import ACTORS, Failure, derive_seed
 from lightning_rl.nested import map_leaves
 from lightning_rl.options import OrDict
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.validation import NonNegativeInt, PositiveFloat, PositiveInt, check, check_installed, check_number
+from lightning_rl.validation import NonNegativeInt, PositiveFloat, PositiveInt, check, check_installed
 
 # Seconds after which the learner, while it waits, checks its actors again.
 POLL_SECONDS = 0.5
@@ -80,12 +80,6 @@ class ActorConfig:
         check_installed("actors.backend='ray'", "ray", "ray")
         expected = "None with actors.backend='ray', which starts processes in its own way"
         check(self.start_method is None, "actors.start_method", self.start_method, expected)
-        address, resources = self.ray_address, self.resources
-        check(address is None or isinstance(address, str), "actors.ray_address", address, "an address, or None")
-        if resources is not None:
-            check(len(resources) > 0, "actors.resources", resources, "names with amounts, {CPU: 1}")
-            for name, amount in resources.items():
-                check_number(f"actors.resources[{name!r}]", amount, at_least=0)
 
     @property
     def rollouts_ahead(self) -> int:

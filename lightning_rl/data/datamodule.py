@@ -192,17 +192,11 @@ class RolloutDataModule(LightningDataModule):
             data.load_state_dict(checkpoint[cls.__qualname__])
         return data
 
-    def save_hyperparameters(
-        self,
-        *args: Any,  # noqa: ANN401 - as Lightning has it
-        ignore: Sequence[str] | str | None = None,
-        frame: FrameType | None = None,
-        logger: bool = True,
-    ) -> None:
+    def save_hyperparameters(self, *args: Any, frame: FrameType | None = None, **kwargs: Any) -> None:  # noqa: ANN401
         """Save the options of a subclass as Lightning does, with groups of options as dicts."""
         caller = inspect.currentframe()
         frame = frame or (None if caller is None else caller.f_back)
-        super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
+        super().save_hyperparameters(*args, frame=frame, **kwargs)
         for name, value in self.hparams.items():
             self.hparams[name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
@@ -539,10 +533,10 @@ class RolloutDataModule(LightningDataModule):
     ) -> list[Episode]:
         policy, _, dtype, device = self._policy()
         path = (self.seed if self.seed is not None else torch.initial_seed() % 2**63, role, self._rank)
-        options: dict[str, Any] = {"record": record, "first_number": first_number}
-        options |= {"deterministic": self.evaluation.deterministic, "num_agents": self.num_agents}
+        options = {"dtype": dtype, "deterministic": self.evaluation.deterministic, "record": record}
+        numbers = range(first_number, first_number + num_episodes)
         with self._rank_named(), self._attached.precision_plugin.forward_context():
-            episodes = evaluator.run_episodes(policy, num_episodes, path, device, dtype, **options)
+            episodes = evaluator.run_episodes(policy, numbers, path, device, self.num_agents, **options)
         if evaluator.environments is not None:
             self._warn_of_failures(evaluator.environments.pop_failures())
         return episodes
