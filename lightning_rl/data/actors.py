@@ -162,24 +162,20 @@ class ActorSetup:
         sampler = self.sampler
         return f"actor {actor}, with {sampler.num_envs} environments {sampler.spec.env_id} (seeds from {seed}),"
 
-    def start_sampler(self, policy: nn.Module, seed: int) -> Sampler:
-        """Make the environments in this process; the policy's dtype becomes PyTorch's default dtype."""
+    def start_sampler(self, policy: nn.Module, actor: int, first: int = 0) -> Sampler:
+        """Make the environments of an actor in this process; the policy's dtype becomes PyTorch's default dtype."""
+        if actor > 0:  # only actor 0 logs and warns, since all actors would log the same
+            rank_zero_only.rank = actor  # type: ignore[attr-defined]
         dtype = next(policy.parameters()).dtype
         torch.set_default_dtype(dtype)  # as the Trainer's precision plugin does
         sampler = copy.copy(self.sampler)
         sampler.starts = 0
         try:
-            sampler.start(seed, 0, torch.device("cpu"), dtype)
+            sampler.start(self.seed_of(actor, first), 0, torch.device("cpu"), dtype)
         except BaseException:
             sampler.close()
             raise
         return sampler
-
-
-def silence_other_actors(actor: int) -> None:
-    """Let only actor 0 log and warn, since all actors would log the same."""
-    if actor > 0:
-        rank_zero_only.rank = actor  # type: ignore[attr-defined]
 
 
 def pack(rollout: Rollout, actor: int, share: bool = True) -> Rollout:

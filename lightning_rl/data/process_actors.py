@@ -27,7 +27,6 @@ from lightning_rl.data.actors import (
     ActorSetup,
     copy_weights,
     pack,
-    silence_other_actors,
     unpack,
     weights_of,
 )
@@ -94,14 +93,13 @@ def run_actor(
     live_with_parent()
     torch.set_num_threads(1)
     seed_everything(setup.seed_of(actor) % 2**32, verbose=False)  # for environments that use global generators
-    silence_other_actors(actor)
     requests = iter(functools.partial(_next_request, pipe), None)
     results: queue.SimpleQueue[Rollout | Failure] = queue.SimpleQueue()
     # A thread sends, so that the next rollout can begin while the pipe is full.
     threading.Thread(target=_send_all, args=(results, pipe), daemon=True).start()
     try:
         policy = cast(Policy, module.requires_grad_(False))
-        with contextlib.closing(setup.start_sampler(module, setup.seed_of(actor))) as sampler:
+        with contextlib.closing(setup.start_sampler(module, actor)) as sampler:
             # A stopped rollout ends at its next step. The instance is changed, not the class, which others may use.
             vars(policy)["act"] = functools.partial(act_unless, stopped, policy.act)
             for settings in requests:

@@ -23,7 +23,6 @@ from lightning_rl.data.actors import (
     ActorSetup,
     copy_weights,
     pack,
-    silence_other_actors,
     unpack,
     weights_of,
 )
@@ -46,7 +45,6 @@ class RayWorker:
 
     def __init__(self, setup: ActorSetup, actor: int, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
-        silence_other_actors(actor)
         self._setup, self._actor = setup, actor
         self._policy: nn.Module | None = None
         self._sampler: Sampler | None = None
@@ -67,7 +65,7 @@ class RayWorker:
             return None
         try:
             if self._sampler is None:
-                self._sampler = self._setup.start_sampler(self._policy, self._setup.seed_of(self._actor, number))
+                self._sampler = self._setup.start_sampler(self._policy, self._actor, number)
             self._sampler.set_env_settings(settings)
             copy_weights(weights_of(self._policy), weights)
             # Ray writes arrays into its store without an extra copy.

@@ -34,6 +34,7 @@ from lightning_rl.environments.contract import (
     find_not_finite,
     is_failure,
     role_prefix,
+    row_of,
     summary,
     surely_finite,
     to_arrays,
@@ -199,17 +200,6 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
         """Call a method of every environment, or get an attribute; None for a lost worker; raises as `step`."""
         return tuple(self.ask(dict.fromkeys(range(self.num_envs), ("call", name, args, kwargs))))
 
-    def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Call a method of every environment with its own arguments."""
-        return tuple(self.ask({i: ("call", name, args, {}) for i, args in enumerate(arguments)}))
-
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        return self.call(name)
-
-    def set_attr(self, name: str, values: Any) -> None:  # noqa: ANN401
-        each = values if isinstance(values, list | tuple) else [values] * self.num_envs
-        self.call_each("set_wrapper_attr", [(name, value) for _, value in zip(range(self.num_envs), each, strict=True)])
-
     def render(self) -> tuple[Any, ...]:
         return self.call("render")
 
@@ -229,7 +219,7 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
         """
         records = [to_arrays(state) for state in states]
         self.tracker.streams = [record["stream_seed"] for record in records]
-        answers = self.call_each("restore", [(record,) for record in records])
+        answers = self.ask({index: ("call", "restore", (record,), {}) for index, record in enumerate(records)})
         # None comes from a worker that was lost during the replay.
         results = [(False, self.replace(i)[0]) if answer is None else answer for i, answer in enumerate(answers)]
         exact, rows = zip(*results, strict=True)
@@ -495,7 +485,7 @@ class EnvironmentBatch:
         """Do nothing: `step` checks every value."""
 
     def label(self, index: int) -> str:
-        return self._tracker.label(index)
+        return self._tracker.labels([index])
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of all environments as tensors and plain values; None if the backend has no known state.
@@ -586,9 +576,7 @@ class EnvironmentBatch:
 
     def _row(self, batch: Nested, index: int) -> Nested:
         """Return a copy of one environment's observation, which the environment may overwrite later."""
-        if isinstance(batch, np.ndarray) and batch.dtype == object:
-            return map_leaves(lambda _, x: np.array(x), self._find_bad, batch[index])
-        return map_leaves(lambda _, x: np.array(x[index]), self._find_bad, batch)
+        return map_leaves(lambda _, x: np.array(x), self._find_bad, row_of(batch, index))
 
     def _check_observations(self, observations: Nested, first: int = 0) -> None:
         def check_leaf(find: _Find | None, rows: Array) -> None:

@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from types import CodeType
 from typing import Any, NoReturn, TypeAlias
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from lightning_rl.nested import map_leaves
 from lightning_rl.validation import ConfigurationError, ExplainedError, check
 
 Array = np.ndarray[Any, Any]
@@ -258,6 +260,11 @@ def _column(length: int, values: dict[int, Any], of_numbers: bool) -> np.ndarray
     return column
 
 
+def row_of(batch: Any, index: int) -> Any:  # noqa: ANN401 - nested
+    """Return the values of one environment in nested arrays `[B, ...]`, or in an array with an object for each."""
+    return map_leaves(itemgetter(index), batch)
+
+
 class EpisodeTracker:
     """Tracks the episode, seed and step of `B` environments, for error messages and checkpoints.
 
@@ -292,10 +299,6 @@ class EpisodeTracker:
     def where(self, index: int) -> tuple[int, int, int]:
         return self.streams[index], int(self.episodes[index]), max(0, self.clock - int(self.began[index]))
 
-    def label(self, index: int) -> str:
-        _, episode, step = self.where(index)
-        return self.label_at(index, episode, step)
-
     def label_at(self, index: int, episode: int, step: int) -> str:
         if isinstance(self._reset_seed, list):
             seed = derive_seed(self.streams[index], episode)
@@ -304,7 +307,8 @@ class EpisodeTracker:
         return describe(index, episode, seed, step, self._evaluation)
 
     def labels(self, indices: Sequence[int]) -> str:
-        return ", ".join(map(self.label, indices)) or f"an {role_prefix(self._evaluation)}environment"
+        each = (self.label_at(index, *self.where(index)[1:]) for index in indices)
+        return ", ".join(each) or f"an {role_prefix(self._evaluation)}environment"
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"began": torch.from_numpy(self.began.copy()), "episodes": torch.from_numpy(self.episodes.copy())}

@@ -75,7 +75,9 @@ def make_environments(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) ->
     import_modules(spec.env.imports)
     if spec.backend in ("native", "torch", "envpool"):
         return _make_vectorized(spec, num_envs, seeds)
-    gym_spec = _find_single(spec)
+    gym_spec = find_spec(spec.env_id)
+    expected = f"native (--data.backend native), or torch: {spec.env_id} registers only vectorized environments"
+    check(gym_spec.entry_point is not None, "backend", spec.backend, expected)
     atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
     if spec.filmed:
         prepare_rendering()
@@ -203,16 +205,6 @@ def spaces_of(spec: EnvironmentSpec) -> Spaces:
     environment = make_environments(spec, 1, [0])
     environment.close()
     return Spaces(environment.single_observation_space, environment.single_action_space, environment.num_agents)
-
-
-def _find_single(spec: EnvironmentSpec) -> EnvSpec:
-    gym_spec = find_spec(spec.env_id)
-    expected = (
-        f"native (--data.backend native), or torch for environments of tensors: {spec.env_id} registers only "
-        "vectorized environments"
-    )
-    check(gym_spec.entry_point is not None, "backend", spec.backend, expected)
-    return gym_spec
 
 
 def make_single(spec: EnvironmentSpec, gym_spec: EnvSpec, index: int = 0) -> SeededEpisodes:
