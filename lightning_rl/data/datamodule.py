@@ -223,11 +223,9 @@ class RolloutDataModule(LightningDataModule):
             expected = f"a multiple of the {found.num_agents} agents of {self.spec.env_id}, since each agent is a row"
             check(value % found.num_agents == 0, name, value, expected)
         names = [wrapper["class_path"] for wrapper in self.spec.training_wrappers]
-        if names and (other := spaces_of(self.eval_spec)) != found:
-            raise ConfigurationError(
-                f"env.training_wrappers={names} change the spaces from {other[:2]} to {found[:2]}: expected "
-                "wrappers that keep the spaces; put the others into env.wrappers"
-            )
+        other = spaces_of(self.eval_spec) if names else found
+        expected = f"wrappers that keep the spaces {other[:2]}; put others, to {found[:2]}, into env.wrappers"
+        check(other == found, "env.training_wrappers", names, expected)
         return found
 
     @property

@@ -275,11 +275,9 @@ def _split_wrappers(spec: EnvironmentSpec) -> tuple[list[ClassSpec], list[ClassS
     for wrapper in spec.wrappers:
         is_vector = issubclass(import_class("env.wrappers", wrapper["class_path"], WRAPPERS), VectorWrapper)
         (vector if is_vector else single).append(wrapper)
-    if single and spec.backend in ("native", "torch", "envpool"):
-        raise ConfigurationError(
-            f"env.wrappers={[w['class_path'] for w in single]} wrap single environments: expected "
-            f"gymnasium.vector.VectorWrapper classes with backend={spec.backend!r}"
-        )
+    names, expected = [wrapper["class_path"] for wrapper in single], "gymnasium.vector.VectorWrapper classes"
+    takes_single = spec.backend in ("sync", "async") or not single
+    check(takes_single, "env.wrappers", names, f"{expected} with backend={spec.backend!r}")
     return single, vector
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
 from lightning_rl.environments.contract import summary
-from lightning_rl.validation import ConfigurationError, how_to_install
+from lightning_rl.validation import ConfigurationError, check, how_to_install
 
 _MAX_FPS = 30
 _ATARI_FPS = 60
@@ -139,9 +139,7 @@ def explained_rendering(spec: EnvSpec) -> Iterator[None]:
 def take_picture(env: gymnasium.Env[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the current frame of an environment, `uint8` `[height, width, 3]`."""
     frame = np.asarray(env.render())
-    if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8 or not frame.size:
-        raise ConfigurationError(
-            f"{type(env.unwrapped).__name__}.render() returned {frame.dtype} {list(frame.shape)}: expected a picture, "
-            "uint8 [height, width, 3]"
-        )
+    is_picture = frame.ndim == 3 and frame.shape[2] == 3 and frame.dtype == np.uint8 and frame.size > 0
+    found = f"{frame.dtype} {list(frame.shape)}"
+    check(is_picture, f"{type(env.unwrapped).__name__}.render()", found, "a picture, uint8 [height, width, 3]")
     return frame

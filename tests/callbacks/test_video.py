@@ -179,7 +179,7 @@ def test_a_moving_picture_is_small_and_as_long_as_what_it_shows():
         (BLIND, {}, "cannot be filmed: expected an environment with the render mode 'rgb_array'"),
         ("CartPole-v1", {"backend": "envpool"}, "backend='envpool' is not valid: expected sync, async, or native"),
         (RELAY, {"backend": "native", "num_envs": 2}, "env_id=.* is not valid: expected one that registers single"),
-        (DRAWN, {"env": {"kwargs": {"width": 0}}}, r"render\(\) returned uint8 \[9, 0, 3\]: expected a picture"),
+        (DRAWN, {"env": {"kwargs": {"width": 0}}}, r"render\(\)='uint8 \[9, 0, 3\]' is not valid: expected a picture"),
     ],
 )
 def test_what_cannot_be_filmed_is_said_before_training(env_id, options, message):
