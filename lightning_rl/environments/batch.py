@@ -147,8 +147,8 @@ class EnvironmentServer:
 class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
     """A vector environment of single environments, each behind an `EnvironmentServer`.
 
-    `step` and `reset` return the same arrays of observations each time. `each` has the environments, or the
-    `Description` of each; if their spaces differ, a `RuntimeError` is raised.
+    `step` and `reset` return the same arrays of observations each time. `each` has the environments, or objects
+    with their attributes; if their spaces differ, a `RuntimeError` is raised.
 
     Attributes:
         observations: Arrays `[B, ...]`.
