@@ -6,7 +6,6 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -197,9 +196,6 @@ class RecordedEpisodes(RolloutDataModule):
         ).to(device)
 
 
-_ROOT = "MINARI_DATASETS_PATH"
-
-
 def write_minari(
     episodes: Sequence[Episode],
     folder: Path,
@@ -214,10 +210,13 @@ def write_minari(
     `ConfigurationError` is raised.
     """
     check_can_write()
+    from unittest.mock import patch
+
     import minari
     from minari.data_collector import EpisodeBuffer
 
     folder = folder.absolute()  # Minari joins a relative path to itself
+    folder.mkdir(parents=True, exist_ok=True)
     buffers = []
     for number, episode in enumerate(episodes):
         last = np.arange(episode.length) == episode.length - 1
@@ -234,7 +233,8 @@ def write_minari(
         )
     stem = re.sub(r"[^\w/-]", "-", name)
     dataset_id = next(name for n in count() if not (folder / (name := f"{stem}-v{n}")).exists())
-    with _root(folder), warnings.catch_warnings():
+    # Minari reads the folder from an environment variable only.
+    with patch.dict(os.environ, MINARI_DATASETS_PATH=str(folder)), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # one for each metadata field without a value
         try:
             minari.create_dataset_from_buffers(
@@ -289,18 +289,3 @@ def _plain_spec(env_id: str) -> EnvSpec | None:
         return spec if spec is not None and spec.to_json() else None
     except (TypeError, ValueError):  # registered with a class or function rather than its name
         return None
-
-
-@contextmanager
-def _root(folder: Path) -> Iterator[None]:
-    """Set the folder of Minari's data sets, which Minari reads from an environment variable only."""
-    folder.mkdir(parents=True, exist_ok=True)
-    before = os.environ.get(_ROOT)
-    os.environ[_ROOT] = str(folder)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_ROOT]
-        else:
-            os.environ[_ROOT] = before

@@ -266,7 +266,7 @@ def _repeat_reader(spec: EnvironmentSpec, atari: AtariPreprocessing | None) -> A
     frames, learned = _frames_per_step(spec, atari), learned_repeat(spec.env.learned_action_repeat)
     if learned is None and frames == 1:
         return None
-    return functools.partial(read_repeats, frames, learned is not None and learned.each_discounts)
+    return functools.partial(read_repeats, frames, learned is not None and learned.discount == "per_repeat")
 
 
 def _split_wrappers(spec: EnvironmentSpec) -> tuple[list[ClassSpec], list[ClassSpec]]:
