@@ -61,7 +61,14 @@ class ActorConfig:
     ray_address: str | None = None
 
     def check(self, environments: Backend) -> None:
-        self._check_ray()
+        if self.backend == "ray":
+            check_installed("actors.backend='ray'", "ray", "ray")
+            expected = "None with actors.backend='ray', which starts processes in its own way"
+            check(self.start_method is None, "actors.start_method", self.start_method, expected)
+        else:
+            for name in ("resources", "ray_address"):
+                value = getattr(self, name)
+                check(value is None, f"actors.{name}", value, "None, but with actors.backend='ray'")
         if not self.count:
             for default in fields(self):
                 given = getattr(self, default.name)
@@ -70,16 +77,6 @@ class ActorConfig:
             return
         expected = "sync, native or envpool beside actors.count: an actor is a process that steps its own environments"
         check(environments not in ("async", "torch"), "backend", environments, expected)
-
-    def _check_ray(self) -> None:
-        if self.backend != "ray":
-            for name in ("resources", "ray_address"):
-                value = getattr(self, name)
-                check(value is None, f"actors.{name}", value, "None, but with actors.backend='ray'")
-            return
-        check_installed("actors.backend='ray'", "ray", "ray")
-        expected = "None with actors.backend='ray', which starts processes in its own way"
-        check(self.start_method is None, "actors.start_method", self.start_method, expected)
 
     @property
     def rollouts_ahead(self) -> int:

@@ -288,13 +288,8 @@ def set_vector_attributes(env: VectorEnv[Any, Any, Any], settings: EnvSettings) 
         owner: Any = env
         while isinstance(owner, VectorWrapper) and not hasattr(owner, name):
             owner = owner.env
-        check_attributes([] if hasattr(owner, name) else [name], env)
+        check(hasattr(owner, name), "attributes", [name], f"attributes of the environments in {env}")
         setattr(owner, name, value)
-
-
-def check_attributes(missing: Sequence[str], env: VectorEnv[Any, Any, Any]) -> None:
-    """Raise a `ConfigurationError` if there are `missing` attributes."""
-    check(not missing, "attributes", list(missing), f"attributes of the environments in {env}")
 
 
 class Step(NamedTuple):
@@ -449,7 +444,7 @@ class EnvironmentBatch:
             to_tensors(settings, "env_settings")  # raises for values that checkpoints cannot hold
             self._pool.settings = settings
             for missing in self._pool.call("set_env_settings", settings):
-                check_attributes(missing or [], self.env)
+                check(not missing, "attributes", missing, f"attributes of the environments in {self.env}")
 
     def pop_failures(self) -> list[str]:
         """Return a message for each environment that was replaced since the last call."""

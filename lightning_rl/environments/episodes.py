@@ -142,9 +142,9 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._observation: Any = None
         self._settings: EnvSettings = {}, {}
         self._begin_log()
-        self._may_continue_game = env.has_wrapper_attr("continued_game")
-        # The reset options that begin a stream with a new game.
-        self.first_options = env.get_wrapper_attr("first_options") if self._may_continue_game else None
+        # The reset options that begin a stream with a new game, if a reset may continue one.
+        has_games = env.has_wrapper_attr("continued_game")
+        self.first_options = env.get_wrapper_attr("first_options") if has_games else None
         own = env.unwrapped
         self._has_own_state = (
             hasattr(own, "state_dict")
@@ -173,7 +173,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         if not self._bounds_checked:
             self._bounds_checked = True
             map_leaves(self._warn_outside, self._paths, self._leaf_spaces, observation)
-        if self._may_continue_game and self.env.get_wrapper_attr("continued_game"):
+        if self.first_options is not None and self.env.get_wrapper_attr("continued_game"):
             self._log.append(_RESET)
         else:
             self._begin_log()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections import deque
@@ -107,22 +106,15 @@ def prepare_rendering() -> None:
 
 
 def check_renders(spec: EnvSpec, env: gymnasium.Env[Any, Any]) -> None:
-    """Render one frame; raise a `ConfigurationError` that names the missing render mode or package if this fails."""
+    """Render one frame; raise a `ConfigurationError` that says what to install or to set if this fails."""
     modes = env.metadata.get("render_modes") or []
     if "rgb_array" not in modes:
         raise ConfigurationError(
             f"{spec.id} cannot be filmed: expected an environment with the render mode 'rgb_array', it has {modes}"
         )
-    with explained_rendering(spec):
+    try:
         env.reset(seed=0)
         take_picture(env)
-
-
-@contextlib.contextmanager
-def explained_rendering(spec: EnvSpec) -> Iterator[None]:
-    """Turn an exception of a renderer into a `ConfigurationError` that says what to install or to set."""
-    try:
-        yield
     except ConfigurationError:
         raise
     except (Exception, SystemExit) as error:

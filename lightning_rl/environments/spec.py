@@ -124,18 +124,14 @@ class EnvConfig:
         given = self.max_episode_steps is not None and "max_episode_steps" in self.kwargs
         check(not given, "env.max_episode_steps", self.max_episode_steps, "None, since there is a limit in env.kwargs")
         check_reward_options(self.reward_scale, self.reward_clip, "env.")
-        if self.action_mask is not None:
-            self._check_mask()
-
-    def _check_mask(self) -> None:
-        """Check the source of masks; stacked or flat observations have no masks inside."""
-        check_source(self.action_mask)
-        if not str(self.action_mask).startswith("observation."):
+        if self.action_mask is None:
             return
+        check_source(self.action_mask)
+        in_observations = self.action_mask.startswith("observation.")
         for name, off in (("frame_stack", None), ("flatten_observations", False)):
             value = getattr(self, name)
             expected = f"{off} with env.action_mask={self.action_mask!r}: only masks from info.<key> and method.<name> "
-            check(value == off, f"env.{name}", value, f"{expected}can be combined with it")
+            check(value == off or not in_observations, f"env.{name}", value, f"{expected}can be combined with it")
 
 
 EnvOptions = OrDict[EnvConfig]

@@ -69,13 +69,12 @@ class Sequences:
     @cached_property
     def segments(self) -> Segments:
         """The sequences, cut where episodes begin."""
-        return _segments(self.lengths, self.starts, first_leaf(self.memory).device)
+        return _segments(self)
 
     @cached_property
     def padded_segments(self) -> Segments:
         """Segments for fewer calls of the core on a CPU. The state after a segment is undefined."""
-        device = first_leaf(self.memory).device
-        return _segments(self.lengths, self.starts, device, padded=device.type == "cpu")
+        return _segments(self, padded=first_leaf(self.memory).device.type == "cpu")
 
 
 def take(index: Tensor | slice, x: Nested) -> Nested:
@@ -106,7 +105,8 @@ class Segments(NamedTuple):
     runs: list[tuple[int, int]]
 
 
-def _segments(lengths: Tensor, starts: Tensor, device: torch.device, padded: bool = False) -> Segments:
+def _segments(sequences: Sequences, padded: bool = False) -> Segments:
+    lengths, starts, device = sequences.lengths, sequences.starts, first_leaf(sequences.memory).device
     sequence_of_row = torch.arange(len(lengths)).repeat_interleave(lengths)
     begins_here = starts.clone()
     begins_here[(lengths.cumsum(0) - lengths)[lengths > 0]] = True

@@ -24,7 +24,7 @@ from lightning_rl import EpisodeRecorder, RecordedEpisodes, VideoRecorder, load_
 from lightning_rl.callbacks.video import BoundedGif, VideoFile, show_video
 from lightning_rl.cli.main import main
 from lightning_rl.environments import rendering
-from lightning_rl.environments.rendering import explained_rendering, prepare_rendering
+from lightning_rl.environments.rendering import check_renders, prepare_rendering
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 
@@ -213,11 +213,13 @@ def test_what_mujoco_lacks_is_named(monkeypatch):
     prepare_rendering()
     assert os.environ["MUJOCO_GL"] == "osmesa"  # the user's choice
     spec = EnvSpec("Hopper-v5", entry_point="gymnasium.envs.mujoco.hopper_v5:HopperEnv")
-    with (
-        pytest.raises(ConfigurationError, match=r"glGetError\) with MUJOCO_GL='osmesa'.*apt install libosmesa6"),
-        explained_rendering(spec),
-    ):
+
+    def fail() -> None:
         raise AttributeError("glGetError")
+
+    env: Any = SimpleNamespace(metadata={"render_modes": ["rgb_array"]}, reset=lambda seed: None, render=fail)
+    with pytest.raises(ConfigurationError, match=r"glGetError\) with MUJOCO_GL='osmesa'.*apt install libosmesa6"):
+        check_renders(spec, env)
 
 
 def test_without_pygame_the_extra_that_brings_it_is_named(tmp_path, monkeypatch):

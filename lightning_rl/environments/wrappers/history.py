@@ -68,7 +68,10 @@ class VectorHistory(VectorWrapper, ABC):
             begins = ended
         if self._mode is AutoresetMode.SAME_STEP and ended.any():
             rows = np.flatnonzero(ended).tolist()
-            reached = self._with_finals(observations, infos["final_obs"], rows)
+            reached = map_leaves(np.copy, observations)
+            for index in rows:
+                final = row_of(infos["final_obs"], index)
+                map_leaves(lambda _, batch, x, i=index: setitem(batch, i, x), self._paths, reached, final)
             self.advance(reached, actions, rewards, ended, infos)
             shown, finals = self.show(reached), np.full(self.num_envs, None, object)
             for index in rows:
@@ -105,14 +108,6 @@ class VectorHistory(VectorWrapper, ABC):
             self._resets_next[~exact] = False
             self.start_episodes(~exact, observations, {})
         return self.show(observations)
-
-    def _with_finals(self, observations: Nested, finals: Nested, rows: list[int]) -> Nested:
-        """Return a copy of `observations` with final observations in `rows`; `finals` is a batch or one object each."""
-        reached = map_leaves(np.copy, observations)
-        for index in rows:
-            final = row_of(finals, index)
-            map_leaves(lambda _, batch, x, i=index: setitem(batch, i, x), self._paths, reached, final)
-        return reached
 
 
 class FrameStack(VectorHistory):
