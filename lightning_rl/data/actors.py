@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,12 +14,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore
 from torch import Tensor, nn
 
 from lightning_rl.data.collector import Sampler
-from lightning_rl.environments import Backend, EnvironmentSpec
-from lightning_rl.environments.contract import ACTORS, EnvSettings, derive_seed
+from lightning_rl.environments import Backend
+from lightning_rl.environments.contract import ACTORS, Failure, derive_seed
 from lightning_rl.nested import map_leaves
 from lightning_rl.options import OrDict
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.validation import NonNegativeInt, PositiveFloat, PositiveInt, check, check_number, how_to_install
+from lightning_rl.validation import NonNegativeInt, PositiveFloat, PositiveInt, check, check_installed
 
 # Seconds after which the learner, while it waits, checks its actors again.
 POLL_SECONDS = 0.5
@@ -62,7 +61,14 @@ class ActorConfig:
     ray_address: str | None = None
 
     def check(self, environments: Backend) -> None:
-        self._check_ray()
+        if self.backend == "ray":
+            check_installed("actors.backend='ray'", "ray", "ray")
+            expected = "None with actors.backend='ray', which starts processes in its own way"
+            check(self.start_method is None, "actors.start_method", self.start_method, expected)
+        else:
+            for name in ("resources", "ray_address"):
+                value = getattr(self, name)
+                check(value is None, f"actors.{name}", value, "None, but with actors.backend='ray'")
         if not self.count:
             for default in fields(self):
                 given = getattr(self, default.name)
@@ -71,23 +77,6 @@ class ActorConfig:
             return
         expected = "sync, native or envpool beside actors.count: an actor is a process that steps its own environments"
         check(environments not in ("async", "torch"), "backend", environments, expected)
-
-    def _check_ray(self) -> None:
-        if self.backend != "ray":
-            for name in ("resources", "ray_address"):
-                value = getattr(self, name)
-                check(value is None, f"actors.{name}", value, "None, but with actors.backend='ray'")
-            return
-        installed = importlib.util.find_spec("ray") is not None
-        check(installed, "actors.backend", "ray", f"the package ray to be installed: {how_to_install('ray')}")
-        expected = "None with actors.backend='ray', which starts processes in its own way"
-        check(self.start_method is None, "actors.start_method", self.start_method, expected)
-        address, resources = self.ray_address, self.resources
-        check(address is None or isinstance(address, str), "actors.ray_address", address, "an address, or None")
-        if resources is not None:
-            check(len(resources) > 0, "actors.resources", resources, "names with amounts, {CPU: 1}")
-            for name, amount in resources.items():
-                check_number(f"actors.resources[{name!r}]", amount, at_least=0)
 
     @property
     def rollouts_ahead(self) -> int:
@@ -101,16 +90,12 @@ ActorOptions = OrDict[ActorConfig]
 class Actors(ABC):
     """Asynchronous actors: they receive policies from the learner, and return rollouts when one is ready.
 
-    `version` is the version of the policy that they start with.
-
-    Attributes:
-        settings: Settings of the environments; each request for a rollout has them, see
-            `RolloutDataModule.set_env_settings`.
+    `version` is the version of the policy that they start with. Each request for a rollout has the current settings of
+    the environments, see `RolloutDataModule.set_env_settings`.
     """
 
     def __init__(self, options: ActorConfig, setup: ActorSetup, version: int) -> None:
-        self.options, self.setup, self.settings = options, setup, setup.settings
-        self._version = version
+        self.options, self.setup, self._version = options, setup, version
 
     @abstractmethod
     def send_policy(self, policy: nn.Module, version: int) -> None:
@@ -158,44 +143,36 @@ class Actors(ABC):
 
 @dataclass(frozen=True)
 class ActorSetup:
-    """Environments, `Sampler.starts`, settings and seeds of the actors of one rank."""
+    """Environments and seeds of the actors of one rank; `sampler` is the learner's, which makes no environments."""
 
-    spec: EnvironmentSpec
-    num_envs: int
-    rollout_length: int
-    info_keys: tuple[str, ...]
+    sampler: Sampler
     seed: int
     rank: int
-    start: int
-    settings: EnvSettings = ({}, {})
 
     def seed_of(self, actor: int, first: int = 0) -> int:
         """Return the seed of an actor; `first`, the number of its first rollout, is not 0 if it replaces another."""
-        path = (self.seed, ACTORS, self.rank, actor, self.start)
+        path = (self.seed, ACTORS, self.rank, actor, self.sampler.starts)
         return derive_seed(*path, first) if first else derive_seed(*path)
 
     def describe(self, actor: int) -> str:
         seed = self.seed_of(actor)
-        return f"actor {actor}, with {self.num_envs} environments {self.spec.env_id} (seeds from {seed}),"
+        sampler = self.sampler
+        return f"actor {actor}, with {sampler.num_envs} environments {sampler.spec.env_id} (seeds from {seed}),"
 
-    def start_sampler(self, policy: nn.Module, seed: int) -> Sampler:
-        """Make the environments in this process; the policy's dtype becomes PyTorch's default dtype."""
+    def start_sampler(self, policy: nn.Module, actor: int, first: int = 0) -> Sampler:
+        """Make the environments of an actor in this process; the policy's dtype becomes PyTorch's default dtype."""
+        if actor > 0:  # only actor 0 logs and warns, since all actors would log the same
+            rank_zero_only.rank = actor  # type: ignore[attr-defined]
         dtype = next(policy.parameters()).dtype
         torch.set_default_dtype(dtype)  # as the Trainer's precision plugin does
-        sampler = Sampler(self.spec, self.num_envs, self.rollout_length, self.info_keys)
-        sampler.set_env_settings(self.settings)
+        sampler = copy.copy(self.sampler)
+        sampler.starts = 0
         try:
-            sampler.start(seed, 0, torch.device("cpu"), dtype)
+            sampler.start(self.seed_of(actor, first), 0, torch.device("cpu"), dtype)
         except BaseException:
             sampler.close()
             raise
         return sampler
-
-
-def silence_other_actors(actor: int) -> None:
-    """Let only actor 0 log and warn, since all actors would log the same."""
-    if actor > 0:
-        rank_zero_only.rank = actor  # type: ignore[attr-defined]
 
 
 def pack(rollout: Rollout, actor: int, share: bool = True) -> Rollout:
@@ -211,8 +188,10 @@ def pack(rollout: Rollout, actor: int, share: bool = True) -> Rollout:
     return packed
 
 
-def unpack(rollout: Rollout) -> Rollout:
-    """Turn the arrays of a packed rollout into tensors, in place, and return it."""
+def unpack(rollout: Rollout | Failure, actor: int) -> Rollout:
+    """Turn the arrays of a packed rollout into tensors, in place, and return it; raise a failure of the actor."""
+    if isinstance(rollout, Failure):
+        raise rollout.to_error("the process of the actor", RuntimeError, f"actor {actor}: ")
     vars(rollout).update(map_leaves(lambda x: x if isinstance(x, Tensor) else torch.tensor(x), rollout.tensors()))
     return rollout
 

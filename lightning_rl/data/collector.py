@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial, wraps
+from functools import partial
 from operator import itemgetter, setitem
-from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -34,28 +33,17 @@ from lightning_rl.policies.values import Finals, estimate
 from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
 from lightning_rl.spaces import observation_dtype
 
-Profile: TypeAlias = Callable[[str], AbstractContextManager[object]]
+Profile: TypeAlias = Callable[[str], contextlib.ContextDecorator]
 """`profile` of one of Lightning's profilers: measures a `with` block under a name."""
 ENVIRONMENT, POLICY, TRANSFER = "rollout.environment", "rollout.policy", "rollout.transfer"
 AHEAD_FROM = 2.0
 """Least ratio of environment time to policy time for acting ahead, which doubles the policy time."""
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def profiled(
-    profile: Profile | None, name: str, function: Callable[_Arguments, _Result]
-) -> Callable[_Arguments, _Result]:
+def profiled(profile: Profile | None, name: str, function: _Function) -> _Function:
     """Return `function` with its calls profiled under `name`; without a profiler, `function` itself."""
-    if profile is None:
-        return function
-
-    @wraps(function)
-    def measured(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        with profile(name):
-            return function(*args, **kwargs)
-
-    return measured
+    return function if profile is None else profile(name)(function)
 
 
 def copy_rows(ahead: PolicyOutput, count: int, output: PolicyOutput) -> None:

@@ -192,17 +192,11 @@ class RolloutDataModule(LightningDataModule):
             data.load_state_dict(checkpoint[cls.__qualname__])
         return data
 
-    def save_hyperparameters(
-        self,
-        *args: Any,  # noqa: ANN401 - as Lightning has it
-        ignore: Sequence[str] | str | None = None,
-        frame: FrameType | None = None,
-        logger: bool = True,
-    ) -> None:
+    def save_hyperparameters(self, *args: Any, frame: FrameType | None = None, **kwargs: Any) -> None:  # noqa: ANN401
         """Save the options of a subclass as Lightning does, with groups of options as dicts."""
         caller = inspect.currentframe()
         frame = frame or (None if caller is None else caller.f_back)
-        super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
+        super().save_hyperparameters(*args, frame=frame, **kwargs)
         for name, value in self.hparams.items():
             self.hparams[name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
@@ -229,11 +223,9 @@ class RolloutDataModule(LightningDataModule):
             expected = f"a multiple of the {found.num_agents} agents of {self.spec.env_id}, since each agent is a row"
             check(value % found.num_agents == 0, name, value, expected)
         names = [wrapper["class_path"] for wrapper in self.spec.training_wrappers]
-        if names and (other := spaces_of(self.eval_spec)) != found:
-            raise ConfigurationError(
-                f"env.training_wrappers={names} change the spaces from {other[:2]} to {found[:2]}: expected "
-                "wrappers that keep the spaces; put the others into env.wrappers"
-            )
+        other = spaces_of(self.eval_spec) if names else found
+        expected = f"wrappers that keep the spaces {other[:2]}; put others, to {found[:2]}, into env.wrappers"
+        check(other == found, "env.training_wrappers", names, expected)
         return found
 
     @property
@@ -390,10 +382,8 @@ class RolloutDataModule(LightningDataModule):
                 f"actors.count={self.actors.count}: checkpoints do not contain the environments of actors, so they "
                 "begin new episodes; weights, optimizers and counters are restored"
             )
-        sizes = (self.num_envs, self.rollout_length, tuple(self.info_keys))
-        state = (self._sampler.starts, self._sampler.settings)
-        setup = ActorSetup(self.spec, *sizes, seed, self._rank, *state)
         start = RayActors if self.actors.backend == "ray" else ProcessActors
+        setup = ActorSetup(self._sampler, seed, self._rank)
         return start(self.actors, setup, cast(nn.Module, policy), version)
 
     def set_env_settings(self, attributes: Mapping[str, Any], reset_options: Mapping[str, Any] | None = None) -> None:
@@ -412,8 +402,6 @@ class RolloutDataModule(LightningDataModule):
                 before the first rollout does not raise, but the first rollout does.
         """
         self._sampler.set_env_settings((dict(attributes), dict(reset_options or {})))
-        if self._source is not None:
-            self._source.settings = self._sampler.settings
 
     def call_while_waiting(self, function: Callable[[], None]) -> None:
         """Call a function in the main thread twice a second while the learner waits; its exception ends the wait."""
@@ -543,10 +531,10 @@ class RolloutDataModule(LightningDataModule):
     ) -> list[Episode]:
         policy, _, dtype, device = self._policy()
         path = (self.seed if self.seed is not None else torch.initial_seed() % 2**63, role, self._rank)
-        options: dict[str, Any] = {"record": record, "first_number": first_number}
-        options |= {"deterministic": self.evaluation.deterministic, "num_agents": self.num_agents}
+        options = {"dtype": dtype, "deterministic": self.evaluation.deterministic, "record": record}
+        numbers = range(first_number, first_number + num_episodes)
         with self._rank_named(), self._attached.precision_plugin.forward_context():
-            episodes = evaluator.run_episodes(policy, num_episodes, path, device, dtype, **options)
+            episodes = evaluator.run_episodes(policy, numbers, path, device, self.num_agents, **options)
         if evaluator.environments is not None:
             self._warn_of_failures(evaluator.environments.pop_failures())
         return episodes

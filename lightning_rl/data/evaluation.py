@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -134,21 +136,18 @@ class Evaluator:
     def run_episodes(
         self,
         policy: Policy,
-        num_episodes: int,
+        numbers: range,
         path: tuple[int, ...],
         device: torch.device,
-        dtype: torch.dtype,
-        *,
-        deterministic: bool,
-        record: bool = False,
-        first_number: int = 0,
-        num_agents: int = 1,
+        num_agents: int,
+        **options: Any,  # noqa: ANN401 - of the function `run_episodes`
     ) -> list[Episode]:
-        """Play `num_episodes` whole episodes, numbered from `first_number`; see `run_episodes` for other arguments.
+        """Play one whole episode for each of the `numbers`, by which films are numbered; see `run_episodes`.
 
         All seeds derive from `path`, a path in the tree of seeds. Copies with several agents are complete.
         """
-        num_envs = min(num_episodes, self.num_envs or max(_MAX_ENVIRONMENTS, num_agents) // num_agents * num_agents)
+        most = self.num_envs or max(_MAX_ENVIRONMENTS, num_agents) // num_agents * num_agents
+        num_envs = min(len(numbers), most)
         if not num_envs:
             return []
         num_envs += -num_envs % num_agents
@@ -158,16 +157,13 @@ class Evaluator:
             self._made_for = path, num_envs
             seeds = [derive_seed(*path, index) for index in range(num_envs)]
             self.environments = make_environments(self.spec, num_envs, seeds)
-        shares = [len(range(index, num_episodes, num_envs)) for index in range(num_envs)]
+        shares = [len(numbers[index::num_envs]) for index in range(num_envs)]
         if self.films is not None:
-            number = first_number
+            number = iter(numbers)
             for camera, share in zip(cameras(self.environments.env), shares, strict=True):
-                camera.begin(self.films, range(number, number + share))
-                number += share
+                camera.begin(self.films, itertools.islice(number, share))
         generator = torch.Generator(device).manual_seed(derive_seed(*path))
-        return run_episodes(
-            self.environments, policy, shares, generator, dtype=dtype, deterministic=deterministic, record=record
-        )
+        return run_episodes(self.environments, policy, shares, generator, **options)
 
     def close(self) -> None:
         environments, self.environments = self.environments, None

@@ -27,7 +27,6 @@ from lightning_rl.data.actors import (
     ActorSetup,
     copy_weights,
     pack,
-    silence_other_actors,
     unpack,
     weights_of,
 )
@@ -94,14 +93,13 @@ def run_actor(
     live_with_parent()
     torch.set_num_threads(1)
     seed_everything(setup.seed_of(actor) % 2**32, verbose=False)  # for environments that use global generators
-    silence_other_actors(actor)
     requests = iter(functools.partial(_next_request, pipe), None)
     results: queue.SimpleQueue[Rollout | Failure] = queue.SimpleQueue()
     # A thread sends, so that the next rollout can begin while the pipe is full.
     threading.Thread(target=_send_all, args=(results, pipe), daemon=True).start()
     try:
         policy = cast(Policy, module.requires_grad_(False))
-        with contextlib.closing(setup.start_sampler(module, setup.seed_of(actor))) as sampler:
+        with contextlib.closing(setup.start_sampler(module, actor)) as sampler:
             # A stopped rollout ends at its next step. The instance is changed, not the class, which others may use.
             vars(policy)["act"] = functools.partial(act_unless, stopped, policy.act)
             for settings in requests:
@@ -175,7 +173,7 @@ class ProcessActors(Actors):
 
     def _request(self, actor: int, another: bool = True) -> None:
         with contextlib.suppress(OSError):  # the process has ended; `_check_actors` raises
-            self._pipes[actor].send(self.settings if another else None)
+            self._pipes[actor].send(self.setup.sampler.settings if another else None)
 
     def send_policy(self, policy: nn.Module, version: int) -> None:
         self._weights.publish(policy, version, self._check_actors)
@@ -192,13 +190,12 @@ class ProcessActors(Actors):
             self._processes[actor].join(POLL_SECONDS)  # the pipe closes a little before the process ends
             self._check_actors()
             raise
-        if isinstance(received, Failure):
-            raise received.to_error("the process of the actor", RuntimeError, f"actor {actor}: ")
+        rollout = unpack(received, actor)
         self._turns.remove(actor)
         self._turns.append(actor)
         self._since[actor] = time.monotonic()
         self._request(actor)
-        return unpack(received)
+        return rollout
 
     def close(self) -> None:
         """End the processes, those that do not end in time by force."""

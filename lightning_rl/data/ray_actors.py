@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
@@ -23,7 +23,6 @@ from lightning_rl.data.actors import (
     ActorSetup,
     copy_weights,
     pack,
-    silence_other_actors,
     unpack,
     weights_of,
 )
@@ -46,7 +45,6 @@ class RayWorker:
 
     def __init__(self, setup: ActorSetup, actor: int, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
-        silence_other_actors(actor)
         self._setup, self._actor = setup, actor
         self._policy: nn.Module | None = None
         self._sampler: Sampler | None = None
@@ -67,7 +65,7 @@ class RayWorker:
             return None
         try:
             if self._sampler is None:
-                self._sampler = self._setup.start_sampler(self._policy, self._setup.seed_of(self._actor, number))
+                self._sampler = self._setup.start_sampler(self._policy, self._actor, number)
             self._sampler.set_env_settings(settings)
             copy_weights(weights_of(self._policy), weights)
             # Ray writes arrays into its store without an extra copy.
@@ -96,20 +94,12 @@ class _Member:
     losses: int = 0
 
 
-class _Request(NamedTuple):
-    """A request to an actor in one of its lives: to join, or for a rollout."""
-
-    actor: int
-    life: int
-    joining: bool
-
-
 class RayActors(Actors):
     """Ray actors that collect rollouts while the learner trains.
 
     Ray places the actors, replaces those that die, and carries weights and rollouts through its object store. An actor
     that has joined has `rollouts_ahead` requests for rollouts. The rollout that an actor was collecting when it died is
-    not requested again. A missing cluster, or a policy that cannot be pickled, raises a `ConfigurationError`.
+    not requested again. A missing cluster raises a `ConfigurationError`.
     """
 
     def __init__(self, options: ActorConfig, setup: ActorSetup, policy: nn.Module, version: int) -> None:
@@ -119,20 +109,14 @@ class RayActors(Actors):
         super().__init__(options, setup, version)
         self._resources = dict(options.resources or {"CPU": 1})
         self._owns_session = _connect(ray, options.ray_address)
-        self._requests: dict[Any, _Request] = {}
+        self._requests: dict[Any, tuple[int, int]] = {}  # actor, and its life
         self._members: list[_Member] = []
         self._losses, self._warned_of_loss = 0, False
         self._nobody_since = time.monotonic()
         try:
             self.send_policy(policy, version)
             self._warn_of_missing_resources()
-            try:
-                self._policy = ray.put(copy_to_cpu(policy))  # kept for actors that join later
-            except Exception as error:  # `pickle` passes on any exception of the parts
-                raise ConfigurationError(
-                    f"actors.backend='ray' cannot send the policy to another process ({error}): expected one that can "
-                    "be pickled"
-                ) from error
+            self._policy = ray.put(copy_to_cpu(policy))  # kept for actors that join later
             self._start()
         except BaseException:
             self.close()
@@ -160,11 +144,10 @@ class RayActors(Actors):
 
     def receive(self) -> Rollout | None:
         ready, _ = self._ray.wait(list(self._requests), num_returns=1, timeout=POLL_SECONDS)
-        packed = self._take_answer(ready[0]) if ready else None
-        if packed is None:
+        rollout = self._take_answer(ready[0]) if ready else None
+        if rollout is None:
             self._check_actors()
             return None
-        rollout = unpack(packed)
         rollout.actors_lost, self._losses = self._losses, 0
         return rollout
 
@@ -181,20 +164,20 @@ class RayActors(Actors):
 
     def _request_join(self, actor: int) -> None:
         member = self._members[actor]
-        self._requests[member.handle.join.remote(self._policy)] = _Request(actor, member.life, joining=True)
+        self._requests[member.handle.join.remote(self._policy)] = actor, member.life
 
     def _request_rollout(self, actor: int) -> None:
         member = self._members[actor]
         collect = member.handle.collect.options(max_task_retries=0)
-        reference = collect.remote(member.requested, self.settings, *self._weights)
-        self._requests[reference] = _Request(actor, member.life, joining=False)
+        reference = collect.remote(member.requested, self.setup.sampler.settings, *self._weights)
+        self._requests[reference] = actor, member.life
         member.requested += 1
 
     def _take_answer(self, reference: Any) -> Rollout | None:  # noqa: ANN401 - a type of Ray
         """Process an answer, and send the next request; return the rollout if the answer is one."""
-        request = self._requests.pop(reference)
-        actor, member = request.actor, self._members[request.actor]
-        is_current = request.life == member.life  # the process has not been lost since the request
+        actor, life = self._requests.pop(reference)
+        member = self._members[actor]
+        is_current = life == member.life  # the process has not been lost since the request
         try:
             answer = self._ray.get(reference)
             if answer is None:
@@ -205,18 +188,17 @@ class RayActors(Actors):
             if is_current:
                 self._replace(actor, error)
             return None
-        if isinstance(answer, Failure):
-            raise answer.to_error("the process of the actor", RuntimeError, f"actor {actor}: ")
+        joins = isinstance(answer, str)
+        rollout = None if joins else unpack(answer, actor)
         if is_current:
             member.since = time.monotonic()
-            if request.joining:
+            if joins:
                 member.where = answer
-            for _ in range(self.options.rollouts_ahead if request.joining else 1):
+            for _ in range(self.options.rollouts_ahead if joins else 1):
                 self._request_rollout(actor)
-        if request.joining:
-            return None
-        member.losses = 0
-        return cast(Rollout, answer)
+        if not joins:
+            member.losses = 0
+        return rollout
 
     def _replace(self, actor: int, error: Exception) -> None:
         """Count a lost actor, and request that the process that replaces it joins."""
@@ -244,7 +226,7 @@ class RayActors(Actors):
             )
         for index, member in enumerate(self._members):
             if member.where and now - member.since > limit:
-                own = [reference for reference, request in self._requests.items() if request.actor == index]
+                own = [reference for reference, (actor, _) in self._requests.items() if actor == index]
                 if not self._ray.wait(own, num_returns=1, timeout=0)[0]:  # it has not answered meanwhile
                     raise EnvironmentFailure(
                         f"{self.setup.describe(index)} gave no rollout within actors.timeout={limit:g} seconds: its "

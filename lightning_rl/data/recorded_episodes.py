@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from lightning_rl.nested import Nested, leaves, map_leaves, map_paths, map_space
 from lightning_rl.policies.interface import from_environment
 from lightning_rl.rollouts.rollout import Episode, Rollout
 from lightning_rl.spaces import observation_dtype
-from lightning_rl.validation import ConfigurationError, check, how_to_install
+from lightning_rl.validation import ConfigurationError, check, check_installed
 
 _MINARI = "minari:"
 
@@ -198,9 +196,6 @@ class RecordedEpisodes(RolloutDataModule):
         ).to(device)
 
 
-_ROOT = "MINARI_DATASETS_PATH"
-
-
 def write_minari(
     episodes: Sequence[Episode],
     folder: Path,
@@ -214,10 +209,14 @@ def write_minari(
     `folder` holds all data sets, as `MINARI_DATASETS_PATH`. Without Minari, or for episodes that it cannot store, a
     `ConfigurationError` is raised.
     """
-    minari = check_can_write()
+    check_can_write()
+    from unittest.mock import patch
+
+    import minari
     from minari.data_collector import EpisodeBuffer
 
     folder = folder.absolute()  # Minari joins a relative path to itself
+    folder.mkdir(parents=True, exist_ok=True)
     buffers = []
     for number, episode in enumerate(episodes):
         last = np.arange(episode.length) == episode.length - 1
@@ -234,7 +233,8 @@ def write_minari(
         )
     stem = re.sub(r"[^\w/-]", "-", name)
     dataset_id = next(name for n in count() if not (folder / (name := f"{stem}-v{n}")).exists())
-    with _root(folder), warnings.catch_warnings():
+    # Minari reads the folder from an environment variable only.
+    with patch.dict(os.environ, MINARI_DATASETS_PATH=str(folder)), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # one for each metadata field without a value
         try:
             minari.create_dataset_from_buffers(
@@ -257,7 +257,9 @@ def read_minari(source: str, field: str) -> Iterator[Episode]:
 
     Without Minari or the data set, a `ConfigurationError` is raised.
     """
-    minari = _import_minari(field)
+    check_installed(field, "minari", "minari")
+    import minari
+
     try:
         data = Path(source) / "data"
         dataset = minari.MinariDataset(data) if data.is_dir() else minari.load_dataset(source)
@@ -275,19 +277,9 @@ def read_minari(source: str, field: str) -> Iterator[Episode]:
         )
 
 
-def check_can_write() -> Any:  # noqa: ANN401 - a module
-    """Return the module `minari`; without it or h5py, which it needs to write, raise a `ConfigurationError`."""
-    if importlib.util.find_spec("h5py") is None:
-        raise ConfigurationError(f"recording as 'minari' needs h5py: {how_to_install('minari')}")
-    return _import_minari("recording as 'minari'")
-
-
-def _import_minari(field: str) -> Any:  # noqa: ANN401 - a module
-    try:
-        import minari
-    except ImportError as error:
-        raise ConfigurationError(f"{field} needs Minari: {how_to_install('minari')}") from error
-    return minari
+def check_can_write() -> None:
+    """Raise a `ConfigurationError` without Minari or h5py, which Minari needs to write."""
+    check_installed("recording as 'minari'", "minari", "minari", "h5py")
 
 
 def _plain_spec(env_id: str) -> EnvSpec | None:
@@ -297,18 +289,3 @@ def _plain_spec(env_id: str) -> EnvSpec | None:
         return spec if spec is not None and spec.to_json() else None
     except (TypeError, ValueError):  # registered with a class or function rather than its name
         return None
-
-
-@contextmanager
-def _root(folder: Path) -> Iterator[None]:
-    """Set the folder of Minari's data sets, which Minari reads from an environment variable only."""
-    folder.mkdir(parents=True, exist_ok=True)
-    before = os.environ.get(_ROOT)
-    os.environ[_ROOT] = str(folder)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_ROOT]
-        else:
-            os.environ[_ROOT] = before

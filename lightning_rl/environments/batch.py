@@ -31,10 +31,10 @@ from lightning_rl.environments.contract import (
     WorkerFailure,
     autoreset_mode,
     batch_infos,
-    complaint,
-    first_not_finite,
+    find_not_finite,
     is_failure,
     role_prefix,
+    row_of,
     summary,
     surely_finite,
     to_arrays,
@@ -147,8 +147,8 @@ class EnvironmentServer:
 class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
     """A vector environment of single environments, each behind an `EnvironmentServer`.
 
-    `step` and `reset` return the same arrays of observations each time. `each` has the environments, or the
-    `Description` of each; if their spaces differ, a `RuntimeError` is raised.
+    `step` and `reset` return the same arrays of observations each time. `each` has the environments, or objects
+    with their attributes; if their spaces differ, a `RuntimeError` is raised.
 
     Attributes:
         observations: Arrays `[B, ...]`.
@@ -200,17 +200,6 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
         """Call a method of every environment, or get an attribute; None for a lost worker; raises as `step`."""
         return tuple(self.ask(dict.fromkeys(range(self.num_envs), ("call", name, args, kwargs))))
 
-    def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Call a method of every environment with its own arguments."""
-        return tuple(self.ask({i: ("call", name, args, {}) for i, args in enumerate(arguments)}))
-
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        return self.call(name)
-
-    def set_attr(self, name: str, values: Any) -> None:  # noqa: ANN401
-        each = values if isinstance(values, list | tuple) else [values] * self.num_envs
-        self.call_each("set_wrapper_attr", [(name, value) for _, value in zip(range(self.num_envs), each, strict=True)])
-
     def render(self) -> tuple[Any, ...]:
         return self.call("render")
 
@@ -230,7 +219,7 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
         """
         records = [to_arrays(state) for state in states]
         self.tracker.streams = [record["stream_seed"] for record in records]
-        answers = self.call_each("restore", [(record,) for record in records])
+        answers = self.ask({index: ("call", "restore", (record,), {}) for index, record in enumerate(records)})
         # None comes from a worker that was lost during the replay.
         results = [(False, self.replace(i)[0]) if answer is None else answer for i, answer in enumerate(answers)]
         exact, rows = zip(*results, strict=True)
@@ -299,13 +288,8 @@ def set_vector_attributes(env: VectorEnv[Any, Any, Any], settings: EnvSettings) 
         owner: Any = env
         while isinstance(owner, VectorWrapper) and not hasattr(owner, name):
             owner = owner.env
-        check_attributes([] if hasattr(owner, name) else [name], env)
+        check(hasattr(owner, name), "attributes", [name], f"attributes of the environments in {env}")
         setattr(owner, name, value)
-
-
-def check_attributes(missing: Sequence[str], env: VectorEnv[Any, Any, Any]) -> None:
-    """Raise a `ConfigurationError` if there are `missing` attributes."""
-    check(not missing, "attributes", list(missing), f"attributes of the environments in {env}")
 
 
 class Step(NamedTuple):
@@ -415,7 +399,7 @@ class EnvironmentBatch:
             self._raise_named(error, "step")
         failed = self._note_failures(infos, terminated | truncated) if FAILURE in infos else ()
         if rewards.dtype.kind == "f" and not surely_finite(rewards):
-            self._check_rows(partial(_find_not_finite, "reward"), rewards)
+            self._check_rows(partial(find_not_finite, "reward"), rewards)
         ended = terminated | truncated
         valid: Array | None = None
         if failed:
@@ -460,7 +444,7 @@ class EnvironmentBatch:
             to_tensors(settings, "env_settings")  # raises for values that checkpoints cannot hold
             self._pool.settings = settings
             for missing in self._pool.call("set_env_settings", settings):
-                check_attributes(missing or [], self.env)
+                check(not missing, "attributes", missing, f"attributes of the environments in {self.env}")
 
     def pop_failures(self) -> list[str]:
         """Return a message for each environment that was replaced since the last call."""
@@ -496,7 +480,7 @@ class EnvironmentBatch:
         """Do nothing: `step` checks every value."""
 
     def label(self, index: int) -> str:
-        return self._tracker.label(index)
+        return self._tracker.labels([index])
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of all environments as tensors and plain values; None if the backend has no known state.
@@ -587,9 +571,7 @@ class EnvironmentBatch:
 
     def _row(self, batch: Nested, index: int) -> Nested:
         """Return a copy of one environment's observation, which the environment may overwrite later."""
-        if isinstance(batch, np.ndarray) and batch.dtype == object:
-            return map_leaves(lambda _, x: np.array(x), self._find_bad, batch[index])
-        return map_leaves(lambda _, x: np.array(x[index]), self._find_bad, batch)
+        return map_leaves(lambda _, x: np.array(x), self._find_bad, row_of(batch, index))
 
     def _check_observations(self, observations: Nested, first: int = 0) -> None:
         def check_leaf(find: _Find | None, rows: Array) -> None:
@@ -603,7 +585,7 @@ class EnvironmentBatch:
             raise EnvironmentFailure(f"{self.label(first + found[0])} {found[1]}")
 
 
-_Find = Callable[[Array], tuple[int, str | None] | None]
+_Find = Callable[[Array], tuple[int, str] | None]
 """A function that returns the first row, of rows `[N, ...]` of a leaf, with a bad value, and the message about it."""
 
 
@@ -615,13 +597,7 @@ def _find_bad(path: str, space: spaces.Space[Any]) -> _Find | None:
     if isinstance(space, spaces.MultiBinary):
         return partial(_find_outside, name, space, 0, 1)
     is_float = space.dtype is not None and np.issubdtype(space.dtype, np.floating)
-    return partial(_find_not_finite, name) if is_float else None
-
-
-def _find_not_finite(name: str, rows: Array) -> tuple[int, str | None] | None:
-    if surely_finite(rows) or (bad := first_not_finite(rows)) is None:
-        return None
-    return bad[0], complaint(name, np.asarray(rows[bad[0]]))
+    return partial(find_not_finite, name) if is_float else None
 
 
 def _find_outside(name: str, space: spaces.Space[Any], low: Any, high: Any, rows: Array) -> tuple[int, str] | None:  # noqa: ANN401

@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from types import CodeType
 from typing import Any, NoReturn, TypeAlias
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from lightning_rl.nested import map_leaves
 from lightning_rl.validation import ConfigurationError, ExplainedError, check
 
 Array = np.ndarray[Any, Any]
@@ -194,18 +196,16 @@ def surely_finite(x: np.ndarray[Any, Any]) -> bool:
     return float(np.vdot(x, x)) < _SAFE_SQUARES
 
 
-def first_not_finite(x: np.ndarray[Any, Any]) -> tuple[int, ...] | None:
-    """Return the index of the first entry that is not a finite float32 number, or None."""
-    places = np.argwhere(~(np.abs(x) <= _LARGEST))
-    return tuple(places[0].tolist()) if len(places) else None
-
-
-def complaint(name: str, x: np.ndarray[Any, Any]) -> str | None:
-    """Return the message for an observation or reward that is not finite in float32, None if all entries are."""
-    if surely_finite(x) or (bad := first_not_finite(x)) is None:
+def find_not_finite(name: str, rows: np.ndarray[Any, Any]) -> tuple[int, str] | None:
+    """Return the first of `rows`, `[N, ...]`, that is not finite in float32, and the message about it, or None."""
+    if surely_finite(rows):
         return None
-    entry = f" (entry {', '.join(map(str, bad))})" if bad else ""
-    return f"returned {name}{entry} {x[bad]}: expected a finite number that float32 can hold"
+    places = np.argwhere(~(np.abs(rows) <= _LARGEST))
+    if not len(places):
+        return None
+    row, *entry = places[0].tolist()
+    at = f" (entry {', '.join(map(str, entry))})" if entry else ""
+    return row, f"returned {name}{at} {rows[tuple(places[0])]}: expected a finite number that float32 can hold"
 
 
 class Unexpected(Exception):
@@ -260,6 +260,11 @@ def _column(length: int, values: dict[int, Any], of_numbers: bool) -> np.ndarray
     return column
 
 
+def row_of(batch: Any, index: int) -> Any:  # noqa: ANN401 - nested
+    """Return the values of one environment in nested arrays `[B, ...]`, or in an array with an object for each."""
+    return map_leaves(itemgetter(index), batch)
+
+
 class EpisodeTracker:
     """Tracks the episode, seed and step of `B` environments, for error messages and checkpoints.
 
@@ -294,10 +299,6 @@ class EpisodeTracker:
     def where(self, index: int) -> tuple[int, int, int]:
         return self.streams[index], int(self.episodes[index]), max(0, self.clock - int(self.began[index]))
 
-    def label(self, index: int) -> str:
-        _, episode, step = self.where(index)
-        return self.label_at(index, episode, step)
-
     def label_at(self, index: int, episode: int, step: int) -> str:
         if isinstance(self._reset_seed, list):
             seed = derive_seed(self.streams[index], episode)
@@ -306,7 +307,8 @@ class EpisodeTracker:
         return describe(index, episode, seed, step, self._evaluation)
 
     def labels(self, indices: Sequence[int]) -> str:
-        return ", ".join(map(self.label, indices)) or f"an {role_prefix(self._evaluation)}environment"
+        each = (self.label_at(index, *self.where(index)[1:]) for index in indices)
+        return ", ".join(each) or f"an {role_prefix(self._evaluation)}environment"
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"began": torch.from_numpy(self.began.copy()), "episodes": torch.from_numpy(self.episodes.copy())}

@@ -23,9 +23,9 @@ from lightning_rl.environments.contract import (
     EnvironmentFailure,
     EnvSettings,
     Unexpected,
-    complaint,
     derive_seed,
     describe,
+    find_not_finite,
     give_up,
     is_failure,
     summary,
@@ -142,9 +142,9 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._observation: Any = None
         self._settings: EnvSettings = {}, {}
         self._begin_log()
-        self._may_continue_game = env.has_wrapper_attr("continued_game")
-        # The reset options that begin a stream with a new game.
-        self.first_options = env.get_wrapper_attr("first_options") if self._may_continue_game else None
+        # The reset options that begin a stream with a new game, if a reset may continue one.
+        has_games = env.has_wrapper_attr("continued_game")
+        self.first_options = env.get_wrapper_attr("first_options") if has_games else None
         own = env.unwrapped
         self._has_own_state = (
             hasattr(own, "state_dict")
@@ -173,7 +173,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         if not self._bounds_checked:
             self._bounds_checked = True
             map_leaves(self._warn_outside, self._paths, self._leaf_spaces, observation)
-        if self._may_continue_game and self.env.get_wrapper_attr("continued_game"):
+        if self.first_options is not None and self.env.get_wrapper_attr("continued_game"):
             self._log.append(_RESET)
         else:
             self._begin_log()
@@ -255,7 +255,11 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._begin_log()
             self._observation, self.step_count = record["observation"], record["step_count"]
             return True
-        return "actions" in record and not self._depends_on_past_episodes(record) and self._replay(record)
+        if "actions" not in record:
+            return False
+        # The solver of Box2D keeps contacts over a reset, which a replay does not show.
+        depends_on_past = type(self.unwrapped).__name__ == "BipedalWalker" and record["first_episode"] > 0
+        return not depends_on_past and self._replay(record)
 
     def _reset_env(self, options: dict[str, Any] | None) -> Any:  # noqa: ANN401 - unchecked
         attributes, reset_options = self._settings
@@ -264,11 +268,6 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         if reset_options:
             options = {**reset_options, **(options or {})}
         return self.env.reset(seed=derive_seed(self.stream_seed, self.episode), options=options)
-
-    def _depends_on_past_episodes(self, record: dict[str, Any]) -> bool:
-        """Whether the state may depend on earlier episodes in a way that a replay does not show."""
-        # The solver of Box2D keeps contacts over a reset.
-        return type(self.unwrapped).__name__ == "BipedalWalker" and record["first_episode"] > 0
 
     def _replay(self, record: dict[str, Any]) -> bool:
         self.episode = record["first_episode"] - 1  # the reset increments it
@@ -346,8 +345,8 @@ class RestartingEpisodes(SeededEpisodes):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
         try:
             observation, reward, terminated, truncated, info = super().step(action)
-            map_leaves(self._check_finite_leaf, self._paths, observation)
-            self._check_finite("reward", reward)
+            map_leaves(self._check_finite, self._paths, observation)
+            self._check_finite("", reward, "reward")
         except EnvironmentFailure as failure:
             observation, info = self._restart(failure)
             return observation, 0.0, False, False, info | {LOST: True}
@@ -362,7 +361,7 @@ class RestartingEpisodes(SeededEpisodes):
 
     def _checked_reset(self, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         observation, info = super().reset(seed=seed, options=options)
-        map_leaves(self._check_finite_leaf, self._paths, observation)
+        map_leaves(self._check_finite, self._paths, observation)
         return observation, info
 
     def _restart(self, failure: EnvironmentFailure) -> tuple[Any, dict[str, Any]]:
@@ -386,10 +385,7 @@ class RestartingEpisodes(SeededEpisodes):
             else:
                 return observation, info | {FAILURE: failures, EPISODE: self.episode}
 
-    def _check_finite_leaf(self, path: str, x: Any) -> None:  # noqa: ANN401
-        self._check_finite(f"observation {path}".rstrip(), x)
-
-    def _check_finite(self, name: str, value: Any) -> None:  # noqa: ANN401
-        row = np.asarray(value)
-        if row.dtype.kind == "f" and (problem := complaint(name, row)) is not None:
-            raise self._failure(problem)
+    def _check_finite(self, path: str, x: Any, name: str = "observation") -> None:  # noqa: ANN401
+        rows = np.asarray(x)[None]
+        if rows.dtype.kind == "f" and (found := find_not_finite(f"{name} {path}".rstrip(), rows)) is not None:
+            raise self._failure(found[1])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import re
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-from gymnasium.envs.registration import EnvSpec, load_env_creator
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
@@ -24,7 +22,6 @@ from lightning_rl.environments.batch import CheckedArrays, EnvironmentBatch, Loc
 from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, role_prefix, summary
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.environments.registry import (
-    check_envpool,
     find_spec,
     import_modules,
     is_atari,
@@ -44,7 +41,7 @@ from lightning_rl.environments.wrappers.action_repeat import (
     read_repeats,
 )
 from lightning_rl.environments.wrappers.transforms import RewardTransform
-from lightning_rl.validation import ClassSpec, ConfigurationError, check, did_you_mean, import_class, instantiate
+from lightning_rl.validation import ClassSpec, ConfigurationError, check, check_installed, import_class, instantiate
 
 # Much longer than a step; enough for an environment that loads a world in its first reset.
 DEFAULT_STEP_TIMEOUT = 120.0
@@ -78,12 +75,14 @@ def make_environments(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) ->
     import_modules(spec.env.imports)
     if spec.backend in ("native", "torch", "envpool"):
         return _make_vectorized(spec, num_envs, seeds)
-    gym_spec = _find_single(spec)
+    gym_spec = find_spec(spec.env_id)
+    expected = f"native (--data.backend native), or torch: {spec.env_id} registers only vectorized environments"
+    check(gym_spec.entry_point is not None, "backend", spec.backend, expected)
     atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
     if spec.filmed:
         prepare_rendering()
-    env_wrappers, vector_wrappers = _split_wrappers(spec)
-    factories = [functools.partial(make_single, spec, gym_spec, env_wrappers, index) for index in range(num_envs)]
+    _, vector_wrappers = _split_wrappers(spec)
+    factories = [functools.partial(make_single, spec, gym_spec, index) for index in range(num_envs)]
     env: VectorEnv[Any, Any, Any]
     if spec.backend == "sync":
         env = LocalVectorEnv(factories)
@@ -115,11 +114,8 @@ def make_native(
     """Return the environment's own vectorized version, the options of an Atari game, and the seed."""
     gym_spec = find_spec(spec.env_id)
     atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
-    if gym_spec.vector_entry_point is None:
-        raise ConfigurationError(
-            f"backend={spec.backend!r} is not valid: {spec.env_id} registers no vector_entry_point; expected sync, "
-            "async or envpool"
-        )
+    expected = f"sync, async or envpool: {spec.env_id} registers no vector_entry_point"
+    check(gym_spec.vector_entry_point is not None, "backend", spec.backend, expected)
     limit = spec.env.max_episode_steps
     if atari is None:
         kwargs = limited(limit) | spec.env.kwargs
@@ -137,7 +133,7 @@ def make_envpool(
     spec: EnvironmentSpec, num_envs: int, seeds: list[int]
 ) -> tuple[VectorEnv[Any, Any, Any], AtariPreprocessing | None, Seed]:
     """Return the environments of EnvPool, which gets its seeds here, and the options of an Atari game."""
-    check_envpool()
+    check_installed("backend='envpool'", "envpool", "envpool")
     import envpool
 
     task = spec.env_id.removeprefix("ALE/")
@@ -185,30 +181,14 @@ def explained(spec: EnvironmentSpec, gym_spec: EnvSpec | None = None) -> Iterato
     except ConfigurationError:
         raise
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
-        if gym_spec is None:
-            raise ConfigurationError(
-                f"env_id={spec.env_id!r} needs a library that is not installed: {error}"
-            ) from error
-        raise missing_package(gym_spec, error) from error
+        raise missing_package(spec.env_id, gym_spec, error) from error
     except (Exception, SystemExit) as error:
         if not is_failure(error):  # but the end of the program
             raise
         raise ConfigurationError(
             f"env_id={spec.env_id!r} cannot be made with env.kwargs={spec.env.kwargs!r}: "
-            f"{summary(error)}{_place(error)}{working_versions(error)}{_similar_argument(error, gym_spec)}"
+            f"{summary(error)}{_place(error)}{working_versions(error)}"
         ) from error
-
-
-def _similar_argument(error: BaseException, gym_spec: EnvSpec | None) -> str:
-    """Return a question with similar names of arguments if a constructor rejected an argument."""
-    rejected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-    if rejected is None or gym_spec is None:
-        return ""
-    known: list[str] = []
-    creators: tuple[Any, ...] = gym_spec.entry_point, gym_spec.vector_entry_point
-    for creator in filter(None, creators):
-        known += inspect.signature(load_env_creator(creator) if isinstance(creator, str) else creator).parameters
-    return did_you_mean(rejected[1], known)
 
 
 def _place(error: BaseException) -> str:
@@ -224,38 +204,23 @@ def spaces_of(spec: EnvironmentSpec) -> Spaces:
     """Return the spaces of one environment; raises as `make_environments`."""
     environment = make_environments(spec, 1, [0])
     environment.close()
-    num_agents = 1 if isinstance(environment, TensorEnvironments) else environment.num_agents
-    return Spaces(environment.single_observation_space, environment.single_action_space, num_agents)
+    return Spaces(environment.single_observation_space, environment.single_action_space, environment.num_agents)
 
 
-def _find_single(spec: EnvironmentSpec) -> EnvSpec:
-    gym_spec = find_spec(spec.env_id)
-    expected = (
-        f"native (--data.backend native), or torch for environments of tensors: {spec.env_id} registers only "
-        "vectorized environments"
-    )
-    check(gym_spec.entry_point is not None, "backend", spec.backend, expected)
-    return gym_spec
-
-
-def make_single(
-    spec: EnvironmentSpec, gym_spec: EnvSpec, env_wrappers: tuple[ClassSpec, ...], index: int = 0
-) -> SeededEpisodes:
+def make_single(spec: EnvironmentSpec, gym_spec: EnvSpec, index: int = 0) -> SeededEpisodes:
     """Make one environment with its wrappers, possibly in a new process, where the id may not be registered.
 
     A missing package or a rejected argument raises a `ConfigurationError`.
     """
     import_modules(spec.env.imports)  # again, since this may be a new process
-    atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
-    make = functools.partial(_make_wrapped, spec, gym_spec, env_wrappers, atari)
+    make = functools.partial(_make_wrapped, spec, gym_spec)
     if spec.env.on_failure == "restart":
         return RestartingEpisodes(make, index, spec.evaluation)
     return SeededEpisodes(make(), index, spec.evaluation)
 
 
-def _make_wrapped(
-    spec: EnvironmentSpec, gym_spec: EnvSpec, env_wrappers: tuple[ClassSpec, ...], atari: AtariPreprocessing | None
-) -> gymnasium.Env[Any, Any]:
+def _make_wrapped(spec: EnvironmentSpec, gym_spec: EnvSpec) -> gymnasium.Env[Any, Any]:
+    atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
     limit = spec.env.max_episode_steps
     kwargs = {"disable_env_checker": True} | (atari.make_kwargs(limit) if atari else limited(limit)) | spec.env.kwargs
     with explained(spec, gym_spec):
@@ -265,7 +230,7 @@ def _make_wrapped(
     counts_all = spec.env.frame_count == "nominal"
     if spec.env.action_repeat > 1:
         env = ActionRepeat(env, spec.env.action_repeat, counts_all)
-    env = _wrapped(env, env_wrappers)
+    env = _wrapped(env, _split_wrappers(spec)[0])
     frames = _frames_per_step(spec, atari)
     if (repeat := learned_repeat(spec.env.learned_action_repeat)) is not None:
         clips = _clips(atari)
@@ -282,7 +247,7 @@ def check_filmable(spec: EnvironmentSpec) -> None:
     expected = "one that registers single environments: vectorized environments cannot be filmed"
     check(gym_spec.entry_point is not None, "env_id", spec.env_id, expected)
     prepare_rendering()
-    env = make_single(spec, gym_spec, _split_wrappers(spec)[0])
+    env = make_single(spec, gym_spec)
     try:
         check_renders(gym_spec, env)
     finally:
@@ -301,24 +266,22 @@ def _repeat_reader(spec: EnvironmentSpec, atari: AtariPreprocessing | None) -> A
     frames, learned = _frames_per_step(spec, atari), learned_repeat(spec.env.learned_action_repeat)
     if learned is None and frames == 1:
         return None
-    return functools.partial(read_repeats, frames, learned is not None and learned.each_discounts)
+    return functools.partial(read_repeats, frames, learned is not None and learned.discount == "per_repeat")
 
 
-def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple[ClassSpec, ...]]:
+def _split_wrappers(spec: EnvironmentSpec) -> tuple[list[ClassSpec], list[ClassSpec]]:
     single: list[ClassSpec] = []
     vector: list[ClassSpec] = []
     for wrapper in spec.wrappers:
         is_vector = issubclass(import_class("env.wrappers", wrapper["class_path"], WRAPPERS), VectorWrapper)
         (vector if is_vector else single).append(wrapper)
-    if single and spec.backend in ("native", "torch", "envpool"):
-        raise ConfigurationError(
-            f"env.wrappers={[w['class_path'] for w in single]} wrap single environments: expected "
-            f"gymnasium.vector.VectorWrapper classes with backend={spec.backend!r}"
-        )
-    return tuple(single), tuple(vector)
+    names, expected = [wrapper["class_path"] for wrapper in single], "gymnasium.vector.VectorWrapper classes"
+    takes_single = spec.backend in ("sync", "async") or not single
+    check(takes_single, "env.wrappers", names, f"{expected} with backend={spec.backend!r}")
+    return single, vector
 
 
-def _wrapped(env: Any, wrappers: tuple[ClassSpec, ...]) -> Any:  # noqa: ANN401 - a single or a vector environment
+def _wrapped(env: Any, wrappers: list[ClassSpec]) -> Any:  # noqa: ANN401 - a single or a vector environment
     for wrapper in wrappers:
         try:
             env = instantiate("env.wrappers", wrapper, WRAPPERS, env)

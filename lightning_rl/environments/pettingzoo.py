@@ -249,7 +249,5 @@ def make_parallel_env(
 ) -> ParallelEnvVector:
     """Make the environments of the id `PettingZoo/<module>`, with `parallel_env` of this module."""
     limit = {} if max_episode_steps is None else {"max_cycles": max_episode_steps}
-    parallel_env: Any = getattr(importlib.import_module(module), "parallel_env", None)
-    check(parallel_env is not None, "env_id", f"PettingZoo/{module}", "a module with parallel_env")
-    make = functools.partial(parallel_env, **limit, **options)
+    make = functools.partial(importlib.import_module(module).parallel_env, **limit, **options)
     return ParallelEnvVector(make, num_envs, state=state, team_reward=team_reward)

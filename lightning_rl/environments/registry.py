@@ -13,7 +13,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from lightning_rl.environments.contract import summary
-from lightning_rl.validation import ConfigurationError, how_to_install
+from lightning_rl.validation import ConfigurationError, check_installed, how_to_install
 
 # Packages that register environments when they are imported, with the extra that installs them.
 _PLUGINS = {"ale_py": "atari", "minigrid": "minigrid", "minatar": "minatar"}
@@ -67,8 +67,8 @@ def find_spec(env_id: str) -> EnvSpec:
         return gymnasium.spec(name)
     extra = "atari" if name.endswith(_ATARI_SUFFIXES) else _by_prefix(_EXTRA_BY_PREFIX, name)
     for package, its_extra in _PLUGINS.items():
-        if its_extra == extra and not importlib.util.find_spec(package):
-            raise _needs(f"env_id={env_id!r}", extra, f"{package} is not installed")
+        if its_extra == extra:
+            check_installed(f"env_id={env_id!r}", extra, package)
     home = _by_prefix(_PACKAGE_BY_PREFIX, name)
     if home is not None and not module:
         raise ConfigurationError(f"env_id={env_id!r} is unknown: expected {home}:{name}, which imports its package")
@@ -88,11 +88,11 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 def _import(module: str, field: str) -> None:
+    if module in _ROBOTICS:
+        check_installed(field, "robotics", module)
     try:
         importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        if module in _ROBOTICS and not importlib.util.find_spec(module):
-            raise _needs(field, "robotics", f"{module} is not installed") from error
         raise ConfigurationError(
             f"{field}: module {module!r} cannot be imported ({summary(error)}): expected a module in the current "
             "folder, on PYTHONPATH or installed"
@@ -127,10 +127,11 @@ def unknown_id(env_id: str, known: Iterable[str], otherwise: str = "") -> Config
     return ConfigurationError(f"env_id={env_id!r} is unknown: expected a registered environment id{hint}")
 
 
-def missing_package(spec: EnvSpec, error: object) -> ConfigurationError:
-    """Return the error for a registered environment whose package is not installed: it names the extra."""
-    extra = _by_prefix(_EXTRA_BY_ENTRY_POINT, str(spec.entry_point)) or _by_prefix(_EXTRA_BY_PREFIX, spec.id)
-    return _needs(f"env_id={spec.id!r}", extra, str(error))
+def missing_package(env_id: str, spec: EnvSpec | None, error: object) -> ConfigurationError:
+    """Return the error for an environment that needs a package: it names the extra; EnvPool has no `spec`."""
+    extra = spec and (_by_prefix(_EXTRA_BY_ENTRY_POINT, str(spec.entry_point)) or _by_prefix(_EXTRA_BY_PREFIX, spec.id))
+    how = f": {how_to_install(extra)}" if extra else ""
+    return ConfigurationError(f"env_id={env_id!r} needs a package that is not installed ({error}){how}")
 
 
 def working_versions(error: BaseException) -> str:
@@ -139,14 +140,3 @@ def working_versions(error: BaseException) -> str:
     if not modules & {"gymnasium_robotics", "dm_control"}:
         return ""
     return "; these versions work together: pip install 'lightning-rl[robotics]'"
-
-
-def check_envpool() -> None:
-    """Raise a `ConfigurationError` unless EnvPool is installed."""
-    if not importlib.util.find_spec("envpool"):
-        raise _needs("backend='envpool'", "envpool", "envpool is not installed")
-
-
-def _needs(what: str, extra: str | None, problem: str) -> ConfigurationError:
-    how = f": {how_to_install(extra)}" if extra else ""
-    return ConfigurationError(f"{what} needs a package that is not installed ({problem}){how}")

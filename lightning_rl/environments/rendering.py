@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections import deque
@@ -14,7 +13,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
 from lightning_rl.environments.contract import summary
-from lightning_rl.validation import ConfigurationError, how_to_install
+from lightning_rl.validation import ConfigurationError, check, how_to_install
 
 _MAX_FPS = 30
 _ATARI_FPS = 60
@@ -107,22 +106,15 @@ def prepare_rendering() -> None:
 
 
 def check_renders(spec: EnvSpec, env: gymnasium.Env[Any, Any]) -> None:
-    """Render one frame; raise a `ConfigurationError` that names the missing render mode or package if this fails."""
+    """Render one frame; raise a `ConfigurationError` that says what to install or to set if this fails."""
     modes = env.metadata.get("render_modes") or []
     if "rgb_array" not in modes:
         raise ConfigurationError(
             f"{spec.id} cannot be filmed: expected an environment with the render mode 'rgb_array', it has {modes}"
         )
-    with explained_rendering(spec):
+    try:
         env.reset(seed=0)
         take_picture(env)
-
-
-@contextlib.contextmanager
-def explained_rendering(spec: EnvSpec) -> Iterator[None]:
-    """Turn an exception of a renderer into a `ConfigurationError` that says what to install or to set."""
-    try:
-        yield
     except ConfigurationError:
         raise
     except (Exception, SystemExit) as error:
@@ -139,9 +131,7 @@ def explained_rendering(spec: EnvSpec) -> Iterator[None]:
 def take_picture(env: gymnasium.Env[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the current frame of an environment, `uint8` `[height, width, 3]`."""
     frame = np.asarray(env.render())
-    if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8 or not frame.size:
-        raise ConfigurationError(
-            f"{type(env.unwrapped).__name__}.render() returned {frame.dtype} {list(frame.shape)}: expected a picture, "
-            "uint8 [height, width, 3]"
-        )
+    is_picture = frame.ndim == 3 and frame.shape[2] == 3 and frame.dtype == np.uint8 and frame.size > 0
+    found = f"{frame.dtype} {list(frame.shape)}"
+    check(is_picture, f"{type(env.unwrapped).__name__}.render()", found, "a picture, uint8 [height, width, 3]")
     return frame

@@ -108,20 +108,11 @@ class EnvConfig:
 
     def check(self, backend: Backend) -> None:
         """Raise a `ConfigurationError` that names the option, as `env.frame_stack`, if one is invalid."""
-        self._check_backend(backend)
-        given = self.max_episode_steps is not None and "max_episode_steps" in self.kwargs
-        check(not given, "env.max_episode_steps", self.max_episode_steps, "None, since there is a limit in env.kwargs")
-        check_reward_options(self.reward_scale, self.reward_clip, "env.")
-        if self.action_mask is not None:
-            self._check_mask()
-
-    def _check_backend(self, backend: Backend) -> None:
         if self.step_timeout is not None:
             check(backend == "async", "env.step_timeout", self.step_timeout, "None unless backend is 'async'")
         repeats = learned_repeat(self.learned_action_repeat) is not None or self.action_repeat > 1
-        known = is_one_of(self.frame_count, ("simulated", "nominal") if repeats else ("simulated",))
         expected = "simulated, or nominal with env.action_repeat or env.learned_action_repeat"
-        check(known, "env.frame_count", self.frame_count, expected)
+        check(repeats or self.frame_count == "simulated", "env.frame_count", self.frame_count, expected)
         for name, off, cannot in (
             ("on_failure", "raise", "replaced"),
             ("action_repeat", 1, "stepped"),
@@ -130,16 +121,17 @@ class EnvConfig:
             value = getattr(self, name)
             expected = f"{off!r} with backend={backend!r}, whose environments cannot be {cannot} one by one"
             check(value == off or backend in ("sync", "async"), f"env.{name}", value, expected)
-
-    def _check_mask(self) -> None:
-        """Check the source of masks; stacked or flat observations have no masks inside."""
-        check_source(self.action_mask)
-        if not str(self.action_mask).startswith("observation."):
+        given = self.max_episode_steps is not None and "max_episode_steps" in self.kwargs
+        check(not given, "env.max_episode_steps", self.max_episode_steps, "None, since there is a limit in env.kwargs")
+        check_reward_options(self.reward_scale, self.reward_clip, "env.")
+        if self.action_mask is None:
             return
+        check_source(self.action_mask)
+        in_observations = self.action_mask.startswith("observation.")
         for name, off in (("frame_stack", None), ("flatten_observations", False)):
             value = getattr(self, name)
             expected = f"{off} with env.action_mask={self.action_mask!r}: only masks from info.<key> and method.<name> "
-            check(value == off, f"env.{name}", value, f"{expected}can be combined with it")
+            check(value == off or not in_observations, f"env.{name}", value, f"{expected}can be combined with it")
 
 
 EnvOptions = OrDict[EnvConfig]

@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import itemgetter, setitem
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -36,18 +37,11 @@ from lightning_rl.nested import Nested, map_leaves, map_space
 
 # Seconds that all workers together have to close their environments before they are killed.
 _GRACE = 5.0
+# Attributes of an environment that its vector environment needs.
+DESCRIBED = ("observation_space", "action_space", "metadata", "render_mode")
 _LEFT_TO_PARENT = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
-
-
-class Description(NamedTuple):
-    """The attributes of an environment in another process that its vector environment needs."""
-
-    observation_space: gymnasium.Space[Any]
-    action_space: gymnasium.Space[Any]
-    metadata: dict[str, Any]
-    render_mode: str | None
 
 
 class WorkerPool(EnvironmentPool):
@@ -82,7 +76,7 @@ class WorkerPool(EnvironmentPool):
         with none_left_on_failure():
             for index in range(self.num_envs):
                 self._start(index)
-            found = self._ask(dict.fromkeys(range(self.num_envs), ("describe",)))
+            found = self._answers(range(self.num_envs))
             if self._lost:
                 raise self._failure(self._lost)
             super().__init__([one.fn for one in found])
@@ -132,6 +126,7 @@ class WorkerPool(EnvironmentPool):
                 if self._losses_in_a_row[index] > MAX_RESTARTS_IN_A_ROW:
                     give_up(EnvironmentFailure(failures[-1]))
                 self._start(index)
+                self._answers([index])  # the description, unless the new process is lost too
                 self._share(index)
                 arguments = {"stream_seed": stream_seed, "episode": episode, "settings": self.settings}
                 self._send({index: ("next_episode", arguments)})
@@ -144,7 +139,7 @@ class WorkerPool(EnvironmentPool):
         if not terminate:
             for pipe in self.pipes:
                 with contextlib.suppress(OSError):
-                    send(pipe, ("close",))
+                    send(pipe, None)
         kill(self.processes, grace=0.0 if terminate else _GRACE)
         atexit.unregister(self._at_exit)
         for pipe in self.pipes:
@@ -192,7 +187,7 @@ class WorkerPool(EnvironmentPool):
 
     def _share(self, index: int) -> None:
         with contextlib.suppress(OSError):  # the next message finds that the worker has ended
-            self.pipes[index].send(("share", self._memory))
+            self.pipes[index].send(self._memory)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -271,28 +266,17 @@ def as_arrays(memory: Nested, space: gymnasium.Space[Any]) -> Nested:
 
 
 def _work(index: int, make: Factory, pipe: Any) -> None:  # noqa: ANN401 - a connection
-    """Answer the messages of `EnvironmentServer`, and `("describe",)`, until `("close",)` or a failure.
-
-    `("share", memory)`, which has no answer, brings the memory for observations.
-    """
+    """Describe an environment, receive the memory for observations, and serve it until a message None or a failure."""
     live_with_parent()
-    env, name = None, ""
+    env = None
     try:
         env = make()
-        while name != "close":
-            name, *arguments = pickle.loads(pipe.recv_bytes())
-            answer: Any = None
-            if name == "share":
-                server = EnvironmentServer(env, index, as_arrays(arguments[0], env.observation_space))
-                continue
-            if name == "close":
-                env.close()
-            elif name == "describe":
-                spaces = env.observation_space, env.action_space
-                described: Any = Description(*spaces, dict(env.metadata), env.render_mode)
-                answer = CloudpickleWrapper(described)  # spaces may have lambdas
-            else:
-                answer = server.answer(name, *arguments)
+        described: Any = SimpleNamespace(**{part: getattr(env, part) for part in DESCRIBED})
+        send(pipe, CloudpickleWrapper(described))  # spaces may have lambdas
+        memory = pickle.loads(pipe.recv_bytes())
+        server = EnvironmentServer(env, index, as_arrays(memory, env.observation_space))
+        while (message := pickle.loads(pipe.recv_bytes())) is not None:
+            answer = server.answer(*message)
             try:
                 send(pipe, answer)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -301,7 +285,8 @@ def _work(index: int, make: Factory, pipe: Any) -> None:  # noqa: ANN401 - a con
     except BaseException as error:
         with contextlib.suppress(OSError):
             send(pipe, Failure.of(error))
-        if env is not None and name != "close":
+    finally:
+        if env is not None:
             env.close()
 
 

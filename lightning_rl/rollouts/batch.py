@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_rl.distributed import all_reduce, exact_dtype, world_size
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
-from lightning_rl.rollouts.sequences import Sequences
+from lightning_rl.rollouts.sequences import Sequences, take
 from lightning_rl.validation import ConfigurationError
 
 # Rows of more bytes are not copied as a whole.
@@ -115,9 +115,8 @@ class Batch:
         """Return the rows, or sequences, with the indices `order`, which may omit or repeat some."""
         weight = self._given_weight if len(order) == self.num_items else None
         if self.sequences is not None:
-            rows, sequences = self.sequences.select(order)
-            rows = rows.to(first_leaf(self.fields).device)
-            return self._with(map_leaves(itemgetter(rows), self.fields), weight, sequences)
+            rows, sequences = self.sequences.select(order.cpu())
+            return self._with(take(rows, self.fields), weight, sequences)
         order = order.to(first_leaf(self.fields).device)
         return self._with(map_leaves(lambda x: x.index_select(0, order), self.fields), weight)
 
@@ -185,13 +184,9 @@ def on_grid(rows: Tensor, indices: Tensor, elsewhere: Tensor) -> Tensor:
 
 def check_minibatches(num_rows: int, num_minibatches: int, num_sequences: int | None = None) -> None:
     """Raise a `ConfigurationError` unless a rollout can be cut into equal minibatches of whole sequences."""
-    if num_sequences is not None and num_sequences % num_minibatches:
-        raise ConfigurationError(
-            f"num_minibatches={num_minibatches} does not divide the {num_sequences} sequences of a rollout "
-            "(num_envs * rollout_length / policy.memory.sequence_length): expected a divisor of it"
-        )
-    if num_rows % num_minibatches:
-        raise ConfigurationError(
-            f"num_minibatches={num_minibatches} does not divide the {num_rows} steps of a rollout "
-            "(num_envs * rollout_length): expected a divisor of it"
-        )
+    sequences = "sequences of a rollout (num_envs * rollout_length / policy.memory.sequence_length)"
+    for number, what in ((num_sequences, sequences), (num_rows, "steps of a rollout (num_envs * rollout_length)")):
+        if number is not None and number % num_minibatches:
+            raise ConfigurationError(
+                f"num_minibatches={num_minibatches} does not divide the {number} {what}: expected a divisor of it"
+            )

@@ -224,8 +224,7 @@ class _KeptRollout(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        length, num_envs = first_leaf(self.fields).shape[:2]
-        return Layout.of((int(length), int(num_envs)), self.states, self.burn_in)
+        return Layout.of(tuple(first_leaf(self.fields).shape[:2]), self.states, self.burn_in)
 
 
 class RolloutMemory(Replay):

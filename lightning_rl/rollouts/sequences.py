@@ -46,45 +46,41 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def select(self, order: Tensor) -> tuple[Tensor, Sequences]:
-        """Return the rows of the sequences with indices `order`, `[S']`, and these sequences."""
-        order = order.cpu()
-        lengths = self.lengths[order]
-        begins = (self.lengths.cumsum(0) - self.lengths)[order]
-        rows = torch.arange(int(lengths.sum())) + (begins - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
-        device = first_leaf(self.memory).device
-        part = Sequences(lengths, self.starts[rows], map_leaves(itemgetter(order.to(device)), self.memory))
+    def select(self, which: Tensor | slice) -> tuple[Tensor | slice, Sequences]:
+        """Return the rows of some sequences, and these sequences: copies for indices `[S']`, views for a slice."""
+        lengths = self.lengths[which]
+        if isinstance(which, slice):
+            first = int(self.lengths[: which.start].sum())
+            rows: Tensor | slice = slice(first, first + int(lengths.sum()))
+        else:
+            begins = (self.lengths.cumsum(0) - self.lengths)[which]
+            rows = torch.arange(int(lengths.sum())) + (begins - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
+        part = Sequences(lengths, self.starts[rows], take(which, self.memory))
         if self.burn_in is not None:
-            burnt, part.burn_in = self.burn_in.select(order)
-            part.burn_in_observations = map_leaves(itemgetter(burnt.to(device)), self.burn_in_observations)
+            burnt, part.burn_in = self.burn_in.select(which)
+            part.burn_in_observations = take(burnt, self.burn_in_observations)
         return rows, part
 
-    def split(self, num_parts: int) -> Iterator[tuple[slice, Sequences]]:
+    def split(self, num_parts: int) -> Iterator[tuple[Tensor | slice, Sequences]]:
         """Cut the sequences, in their order, into parts; yield rows and sequences of each part."""
         bounds = [len(self) * part // num_parts for part in range(num_parts + 1)]
-        return (self.between(begin, end) for begin, end in itertools.pairwise(bounds))
-
-    def between(self, begin: int, end: int) -> tuple[slice, Sequences]:
-        """Return the rows of the sequences `begin` to `end - 1`, and these sequences, without copies."""
-        first = int(self.lengths[:begin].sum())
-        rows = slice(first, first + int(self.lengths[begin:end].sum()))
-        memory = map_leaves(itemgetter(slice(begin, end)), self.memory)
-        part = Sequences(self.lengths[begin:end], self.starts[rows], memory)
-        if self.burn_in is not None:
-            burnt, part.burn_in = self.burn_in.between(begin, end)
-            part.burn_in_observations = map_leaves(itemgetter(burnt), self.burn_in_observations)
-        return rows, part
+        return (self.select(slice(begin, end)) for begin, end in itertools.pairwise(bounds))
 
     @cached_property
     def segments(self) -> Segments:
         """The sequences, cut where episodes begin."""
-        return _segments(self.lengths, self.starts, first_leaf(self.memory).device)
+        return _segments(self)
 
     @cached_property
     def padded_segments(self) -> Segments:
         """Segments for fewer calls of the core on a CPU. The state after a segment is undefined."""
-        device = first_leaf(self.memory).device
-        return _segments(self.lengths, self.starts, device, padded=device.type == "cpu")
+        return _segments(self, padded=first_leaf(self.memory).device.type == "cpu")
+
+
+def take(index: Tensor | slice, x: Nested) -> Nested:
+    """Return the rows of all leaves of `x` at indices, on any device, or in a slice."""
+    place = index if isinstance(index, slice) else index.to(first_leaf(x).device)
+    return map_leaves(itemgetter(place), x)
 
 
 class Segments(NamedTuple):
@@ -109,7 +105,8 @@ class Segments(NamedTuple):
     runs: list[tuple[int, int]]
 
 
-def _segments(lengths: Tensor, starts: Tensor, device: torch.device, padded: bool = False) -> Segments:
+def _segments(sequences: Sequences, padded: bool = False) -> Segments:
+    lengths, starts, device = sequences.lengths, sequences.starts, first_leaf(sequences.memory).device
     sequence_of_row = torch.arange(len(lengths)).repeat_interleave(lengths)
     begins_here = starts.clone()
     begins_here[(lengths.cumsum(0) - lengths)[lengths > 0]] = True

@@ -235,12 +235,12 @@ def play_episodes(
     try:
         played = evaluator.run_episodes(
             policy,
-            episodes,
+            range(episodes),
             (seed, TESTING, 0),
             parameter.device,
-            parameter.dtype,
+            data.num_agents,
+            dtype=parameter.dtype,
             deterministic=deterministic,
-            num_agents=data.num_agents,
         )
     finally:
         evaluator.close()

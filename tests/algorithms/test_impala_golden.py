@@ -176,7 +176,7 @@ def test_discounts_of_chosen_action_repeats_match_the_reference(discount: str, n
     heads = [*HEADS]
     model = make(AS_IT_IS["learner"]["no_replay"], IMPALA)
     rollout = rollout_of(slice(None), heads)
-    if learned_repeat({"max": 5, "discount": discount}).each_discounts:
+    if learned_repeat({"max": 5, "discount": discount}).discount == "per_repeat":
         rollout.repeats = rollout.actions["step_mul"] + 1
     steps = model.batch(rollout)
     model.loss(steps)

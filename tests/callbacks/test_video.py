@@ -24,7 +24,7 @@ from lightning_rl import EpisodeRecorder, RecordedEpisodes, VideoRecorder, load_
 from lightning_rl.callbacks.video import BoundedGif, VideoFile, show_video
 from lightning_rl.cli.main import main
 from lightning_rl.environments import rendering
-from lightning_rl.environments.rendering import explained_rendering, prepare_rendering
+from lightning_rl.environments.rendering import check_renders, prepare_rendering
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 
@@ -179,7 +179,7 @@ def test_a_moving_picture_is_small_and_as_long_as_what_it_shows():
         (BLIND, {}, "cannot be filmed: expected an environment with the render mode 'rgb_array'"),
         ("CartPole-v1", {"backend": "envpool"}, "backend='envpool' is not valid: expected sync, async, or native"),
         (RELAY, {"backend": "native", "num_envs": 2}, "env_id=.* is not valid: expected one that registers single"),
-        (DRAWN, {"env": {"kwargs": {"width": 0}}}, r"render\(\) returned uint8 \[9, 0, 3\]: expected a picture"),
+        (DRAWN, {"env": {"kwargs": {"width": 0}}}, r"render\(\)='uint8 \[9, 0, 3\]' is not valid: expected a picture"),
     ],
 )
 def test_what_cannot_be_filmed_is_said_before_training(env_id, options, message):
@@ -213,11 +213,13 @@ def test_what_mujoco_lacks_is_named(monkeypatch):
     prepare_rendering()
     assert os.environ["MUJOCO_GL"] == "osmesa"  # the user's choice
     spec = EnvSpec("Hopper-v5", entry_point="gymnasium.envs.mujoco.hopper_v5:HopperEnv")
-    with (
-        pytest.raises(ConfigurationError, match=r"glGetError\) with MUJOCO_GL='osmesa'.*apt install libosmesa6"),
-        explained_rendering(spec),
-    ):
+
+    def fail() -> None:
         raise AttributeError("glGetError")
+
+    env: Any = SimpleNamespace(metadata={"render_modes": ["rgb_array"]}, reset=lambda seed: None, render=fail)
+    with pytest.raises(ConfigurationError, match=r"glGetError\) with MUJOCO_GL='osmesa'.*apt install libosmesa6"):
+        check_renders(spec, env)
 
 
 def test_without_pygame_the_extra_that_brings_it_is_named(tmp_path, monkeypatch):
@@ -316,7 +318,7 @@ def test_recording_that_cannot_be_done_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match="rgb_array"):
         make_trainer(callbacks=[EpisodeRecorder(tmp_path)]).predict(make_model(data), data)
     monkeypatch.setitem(sys.modules, "minari", None)
-    with pytest.raises(ConfigurationError, match=r"needs Minari: .*\[minari\]'"):
+    with pytest.raises(ConfigurationError, match=r"needs minari, .*\[minari\]'"):
         make_trainer(callbacks=[EpisodeRecorder(tmp_path, ["video", "minari"])]).predict(make_model(data), data)
 
 
@@ -329,7 +331,9 @@ def test_recording_leaves_out_what_is_not_installed_unless_it_was_asked_for(tmp_
         make_trainer(callbacks=[recorder]).predict(make_model(data), data)
     assert recorder.formats == ("video",) and len(list(tmp_path.glob("*.mp4"))) == 2
     (said,) = (message for message in caplog.messages if message.startswith("Left out"))
-    assert said.startswith("Left out: recording as 'minari' needs h5py: pip install 'lightning-rl[minari]'")
+    assert said.startswith(
+        "Left out: recording as 'minari' needs h5py, which is not installed: pip install 'lightning-rl[minari]'"
+    )
     missing.add("imageio")
     for formats in (None, ["video"]):
         with pytest.raises(ConfigurationError, match=r"video needs imageio, .*lightning-rl\[video\]"):

@@ -53,7 +53,7 @@ def test_unpacked_rollout_equals_the_packed_one(case, in_pipe, monkeypatch):
     assert all(isinstance(x, np.ndarray if in_pipe else torch.Tensor) for x in leaves(packed.tensors()))
     if in_pipe:
         packed = pickle.loads(pickle.dumps(packed))
-    arrived = unpack(packed)
+    arrived = unpack(packed, 0)
     one, other = rollout.tensors(), arrived.tensors()
     assert one.keys() == other.keys()
     for x, y in zip(leaves(one), leaves(other), strict=True):
@@ -72,7 +72,7 @@ def test_a_large_rollout_goes_through_shared_memory():
     packed = pack(rollout, actor=0)
     assert packed.observations.is_shared() and isinstance(packed.rewards, np.ndarray)
     rollout.observations += 1
-    assert not unpack(packed).observations.any()  # it was a copy
+    assert not unpack(packed, 0).observations.any()  # it was a copy
 
 
 def test_actor_losses_before_dropped_rollouts_are_counted():

@@ -399,7 +399,9 @@ def test_options_out_of_range_are_refused_at_once(options, message):
 
 def test_training_wrapper_must_not_change_the_spaces():
     data = make_data(env={"training_wrappers": [{"class_path": "gymnasium.wrappers.TimeAwareObservation"}]})
-    with pytest.raises(ConfigurationError, match=r"^env.training_wrappers=\['gymnasium.wrappers.Time.*'\] change"):
+    with pytest.raises(
+        ConfigurationError, match=r"^env.training_wrappers=\['gymnasium.wrappers.Time.*'\] is not valid: expected"
+    ):
         _ = data.observation_space
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import sys
 import types
 from pathlib import Path
@@ -209,6 +210,7 @@ def test_minari_data_sets_are_read_by_their_id(monkeypatch):
         for e in expert(3)
     ]
     fake: Any = types.ModuleType("minari")
+    fake.__spec__ = importlib.machinery.ModuleSpec("minari", None)
     fake.load_dataset = lambda name: (
         types.SimpleNamespace(iterate_episodes=lambda: iter(found)) if name == "aim" else 1 / 0
     )
@@ -218,7 +220,7 @@ def test_minari_data_sets_are_read_by_their_id(monkeypatch):
     with pytest.raises(ConfigurationError, match="minari:other' cannot be loaded"):
         recorded("minari:other")
     monkeypatch.setitem(sys.modules, "minari", None)
-    with pytest.raises(ConfigurationError, match="needs Minari: pip install 'lightning-rl"):
+    with pytest.raises(ConfigurationError, match="needs minari, which is not installed: pip install 'lightning-rl"):
         recorded("minari:aim")
 
 

@@ -30,7 +30,7 @@ def game(env_id=BREAKOUT, *, evaluation=False, **options):
     """Make one game like the backends `sync` and `async`."""
     env = EnvConfig(atari=AtariPreprocessing(**CALM | options))
     spec = EnvironmentSpec(env_id, env, evaluation=evaluation)
-    return make_single(spec, find_spec(env_id), ())
+    return make_single(spec, find_spec(env_id))
 
 
 def batch(backend, env_id=BREAKOUT, *, evaluation=False, num_envs=1, **options):
@@ -280,7 +280,7 @@ def test_game_depends_only_on_its_own_seed():
 def test_default_stickiness_comes_from_the_id(env_id, probability):
     def of(**options):
         spec = EnvironmentSpec(env_id, EnvConfig(atari=AtariPreprocessing(**options)))
-        env = make_single(spec, find_spec(env_id), ())
+        env = make_single(spec, find_spec(env_id))
         assert env.unwrapped.ale.getFloat("repeat_action_probability") == 0  # not twice
         return env.get_wrapper_attr("repeat_action_probability")
 
@@ -478,11 +478,11 @@ def test_preprocessing_options_in_env_kwargs_are_errors(name, instead, backend):
 
 def test_preprocessing_options_for_ram_observations_are_errors():
     ram = EnvConfig(kwargs={"obs_type": "ram"})
-    env = make_single(EnvironmentSpec(BREAKOUT, ram), find_spec(BREAKOUT), ())
+    env = make_single(EnvironmentSpec(BREAKOUT, ram), find_spec(BREAKOUT))
     assert env.observation_space.shape == (128,)
     spec = EnvironmentSpec(BREAKOUT, replace(ram, atari=AtariPreprocessing(frame_skip=2)))
     with pytest.raises(ConfigurationError, match="is no Atari game with frames"):
-        make_single(spec, find_spec(BREAKOUT), ())
+        make_single(spec, find_spec(BREAKOUT))
 
 
 def test_atari_options_for_other_environments_are_errors():

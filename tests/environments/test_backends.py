@@ -120,7 +120,7 @@ def test_single_and_vector_wrappers_are_both_applied(backend):
 def test_vectorized_backends_accept_only_vector_wrappers(backend):
     rollout = collect("CartPole-v1", 4, Told(), backend=backend, env={"wrappers": [DOUBLE_VECTOR]})
     assert rollout.rewards.tolist() == [[2.0]] * 4
-    message = r"^env.wrappers=\['tests.probes.DoubleReward'\] wrap single environments"
+    message = r"^env.wrappers=\['tests.probes.DoubleReward'\] is not valid: expected gymnasium.vector.VectorW"
     with pytest.raises(ConfigurationError, match=message):
         make_batch("CartPole-v1", backend=backend, env={"wrappers": [DOUBLE]})
 

@@ -55,7 +55,7 @@ def test_time_limit_of_procgen_cannot_be_changed():
 
 def test_missing_library_of_envpool_is_named():
     with (
-        pytest.raises(ConfigurationError, match=r"^env_id='BigfishEasy-v0' needs a library .*: the Qt 5 runtime"),
+        pytest.raises(ConfigurationError, match=r"^env_id='BigfishEasy-v0' needs a package .*the Qt 5 runtime"),
         explained(EnvironmentSpec("BigfishEasy-v0", backend="envpool")),
     ):
         raise ImportError("the Qt 5 runtime")

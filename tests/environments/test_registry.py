@@ -159,9 +159,9 @@ def test_missing_package_is_named_with_the_extra_that_installs_it(without, monke
     with pytest.raises(ConfigurationError) as caught:
         make(env_id)
     message = str(caught.value)
-    assert message.startswith(f"env_id='{env_id}' needs a package that is not installed (")
+    assert message.startswith(f"env_id='{env_id}' needs ") and "not installed" in message
     assert message.endswith(
-        f"): pip install 'lightning-rl[{extra}]', in a checkout pip install -c constraints.txt -e '.[{extra}]'"
+        f": pip install 'lightning-rl[{extra}]', in a checkout pip install -c constraints.txt -e '.[{extra}]'"
     )
 
 
@@ -208,7 +208,8 @@ def test_rejected_constructor_arguments_are_named(env_id, backend, kwargs):
 
 def test_native_backend_requires_a_vectorized_version():
     with pytest.raises(
-        ConfigurationError, match="backend='native' is not valid: LunarLander-v3 registers no vector_entry"
+        ConfigurationError,
+        match=r"backend='native' is not valid: expected sync, .*: LunarLander-v3 registers no vector",
     ):
         make("LunarLander-v3", backend="native")
 

@@ -464,7 +464,7 @@ class Alternate(Counter):
         ({"training_wrappers": True}, "training_wrappers=True is not valid: expected a list of classes, or None"),
         ({"kwargs": "x"}, "kwargs='x' is not valid: expected a dict of arguments"),
         ({"kwargs": ""}, "kwargs='' is not valid: expected a dict of arguments"),
-        ({"learned_action_repeat": 2**63}, "learned_action_repeat: max=9223372036854775808 .* an integer of 64 bits"),
+        ({"learned_action_repeat": 2**63}, "learned_action_repeat.max=9223372036854775808 .* an integer of 64 bits"),
     ],
 )
 def test_invalid_options_are_errors(options, message):
@@ -539,7 +539,7 @@ def test_modules_are_imported_again_in_a_new_process(package):
     spec = EnvironmentSpec("CartPole-v1", EnvConfig(imports=(package,)))
     gym_spec = find_spec("CartPole-v1")
     assert "Imported/CartPole-v0" not in gymnasium.registry
-    make_single(spec, gym_spec, ()).close()  # called by a worker process
+    make_single(spec, gym_spec).close()  # called by a worker process
     assert "Imported/CartPole-v0" in gymnasium.registry
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import gymnasium
 import numpy as np
@@ -12,7 +13,8 @@ from gymnasium import spaces
 
 from lightning_rl.environments.contract import LIFE_LOST, Array, to_number
 from lightning_rl.environments.wrappers.transforms import RewardTransform
-from lightning_rl.validation import check, check_number, check_positive_int, is_int, is_one_of
+from lightning_rl.options import changed
+from lightning_rl.validation import Range, check_int
 
 REPEATED = "lightning_rl/repeated"
 """Key of the `info` of a step that repeated its action, used only in this file. The value is a dict: `frames`, the
@@ -126,24 +128,20 @@ def _repeat(
     return (observation, rewards, terminated, truncated), infos
 
 
-class LearnedRepeat(NamedTuple):
-    """The option `env.learned_action_repeat`; `each_discounts`: each repeat discounts the next value, not each step."""
+@dataclass(frozen=True)
+class LearnedRepeat:
+    """The option `env.learned_action_repeat`; `per_repeat`: each repeat discounts the next value, not each step."""
 
     max: int
-    gamma: float
-    each_discounts: bool
+    gamma: Annotated[float, Range(above=0, at_most=1)] = 1.0
+    discount: Literal["per_repeat", "per_step"] = "per_repeat"
 
 
 def learned_repeat(option: int | Mapping[str, Any] | None) -> LearnedRepeat | None:
     """Return the option `env.learned_action_repeat`, or raise a `ConfigurationError`."""
     if option is None:
         return None
-    name, given = "env.learned_action_repeat", option if isinstance(option, Mapping) else {"max": option}
-    known = {*given} <= {"max", "gamma", "discount"}
-    fits = "max" in given and known and is_int(given["max"]) and given["max"] > 1
-    check(fits, name, option, "an integer above 1, or a dict with max (an integer above 1), gamma and discount")
-    check_positive_int(f"{name}: max", given["max"])
-    gamma, discount = given.get("gamma", 1.0), given.get("discount", "per_repeat")
-    check_number(f"{name}: gamma", gamma, above=0, at_most=1)
-    check(is_one_of(discount, ("per_repeat", "per_step")), f"{name}: discount", discount, "per_repeat or per_step")
-    return LearnedRepeat(int(given["max"]), float(gamma), discount == "per_repeat")
+    given, name = option if isinstance(option, Mapping) else {"max": option}, "env.learned_action_repeat"
+    repeat: LearnedRepeat = changed(name, LearnedRepeat(0), given)
+    check_int(f"{name}.max", repeat.max, 2)
+    return repeat

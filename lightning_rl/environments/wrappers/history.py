@@ -14,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
-from lightning_rl.environments.contract import IDLE, LIFE_LOST, LOST, Array, autoreset_mode
+from lightning_rl.environments.contract import IDLE, LIFE_LOST, LOST, Array, autoreset_mode, row_of
 from lightning_rl.environments.wrappers.action_repeat import as_earned_in_training
 from lightning_rl.environments.wrappers.transforms import RewardTransform
 from lightning_rl.masks import MAX_INTEGER_CHOICES, has_choices, num_choices
@@ -68,11 +68,14 @@ class VectorHistory(VectorWrapper, ABC):
             begins = ended
         if self._mode is AutoresetMode.SAME_STEP and ended.any():
             rows = np.flatnonzero(ended).tolist()
-            reached = self._with_finals(observations, infos["final_obs"], rows)
+            reached = map_leaves(np.copy, observations)
+            for index in rows:
+                final = row_of(infos["final_obs"], index)
+                map_leaves(lambda _, batch, x, i=index: setitem(batch, i, x), self._paths, reached, final)
             self.advance(reached, actions, rewards, ended, infos)
             shown, finals = self.show(reached), np.full(self.num_envs, None, object)
             for index in rows:
-                finals[index] = map_leaves(lambda x, i=index: x[i].copy(), shown)
+                finals[index] = map_leaves(np.copy, row_of(shown, index))
             infos = {**infos, "final_obs": finals}
         else:
             self.advance(observations, actions, rewards, ended, infos)
@@ -105,14 +108,6 @@ class VectorHistory(VectorWrapper, ABC):
             self._resets_next[~exact] = False
             self.start_episodes(~exact, observations, {})
         return self.show(observations)
-
-    def _with_finals(self, observations: Nested, finals: Nested, rows: list[int]) -> Nested:
-        """Return a copy of `observations` with final observations in `rows`; `finals` is a batch or one object each."""
-        reached = map_leaves(np.copy, observations)
-        for index in rows:
-            final = finals[index] if isinstance(finals, np.ndarray) else map_leaves(lambda x, i=index: x[i], finals)
-            map_leaves(lambda _, batch, x, i=index: setitem(batch, i, x), self._paths, reached, final)
-        return reached
 
 
 class FrameStack(VectorHistory):
@@ -185,8 +180,8 @@ class FlatObservations(VectorHistory):
         self._inner = env.single_observation_space
 
     def show(self, observations: Nested) -> Nested:
-        rows = (map_leaves(lambda x, i=index: x[i], observations) for index in range(self.num_envs))
-        return np.stack([np.asarray(spaces.flatten(self._inner, row)) for row in rows])
+        rows = (spaces.flatten(self._inner, row_of(observations, index)) for index in range(self.num_envs))
+        return np.stack([np.asarray(row) for row in rows])
 
 
 ACTION, REWARD, OBSERVATION = "previous_action", "previous_reward", "observation"

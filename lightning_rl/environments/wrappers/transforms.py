@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.wrappers import TransformObservation
 from torch import Tensor
 
 from lightning_rl.validation import check, check_number, is_int
@@ -49,23 +50,18 @@ def _transform(scale: float, clip: RewardClip | None, rewards: Any) -> Any:  # n
     return scaled
 
 
-class PartialObservation(gymnasium.ObservationWrapper[Any, Any, Any]):
+class PartialObservation(TransformObservation[Any, Any, Any]):
     """Shows the entries `indices` of a vector observation: `[0, 2]` hides the velocities of CartPole.
 
     Observations that are not vectors or lack an entry raise a `ConfigurationError`.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], indices: Sequence[int]) -> None:
-        super().__init__(env)
-        self.observation_space = _part("indices", env.observation_space, indices)
-        self._indices = np.asarray(indices)
-
-    def observation(self, observation: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        visible: np.ndarray[Any, Any] = observation[self._indices]
-        return visible
+        space, at = _part("indices", env.observation_space, indices), np.asarray(indices)
+        super().__init__(env, lambda observation: observation[at], space)
 
 
-class SplitObservation(gymnasium.ObservationWrapper[Any, Any, Any]):
+class SplitObservation(TransformObservation[Any, Any, Any]):
     """Groups the entries of a vector into a `Dict`, whose parts `policy.critic_only` can hide from the actor.
 
     Args:
@@ -77,15 +73,10 @@ class SplitObservation(gymnasium.ObservationWrapper[Any, Any, Any]):
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], parts: Mapping[str, Sequence[int]]) -> None:
-        super().__init__(env)
         check(len(parts) > 0, "parts", parts, "a dict from names to indices")
-        space = env.observation_space
-        self.observation_space = spaces.Dict({name: _part(f"parts.{name}", space, at) for name, at in parts.items()})
-        self._parts = {name: np.asarray(at) for name, at in parts.items()}
-
-    def observation(self, observation: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the parts."""
-        return {name: observation[at] for name, at in self._parts.items()}
+        space = spaces.Dict({name: _part(f"parts.{name}", env.observation_space, at) for name, at in parts.items()})
+        arrays = {name: np.asarray(at) for name, at in parts.items()}
+        super().__init__(env, lambda observation: {name: observation[at] for name, at in arrays.items()}, space)
 
 
 def _part(field: str, space: spaces.Space[Any], indices: Sequence[int]) -> spaces.Box:

@@ -267,12 +267,12 @@ def test_policy_learns_to_repeat_actions(algorithm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"env": {"learned_action_repeat": 1}}, "env.learned_action_repeat=1 "),
-        ({"env": {"learned_action_repeat": {"gamma": 0.9}}}, "env.learned_action_repeat="),
-        ({"env": {"learned_action_repeat": {"max": 2, "gamma": 1.1}}}, "env.learned_action_repeat: gamma=1.1"),
+        ({"env": {"learned_action_repeat": 1}}, "env.learned_action_repeat.max=1 "),
+        ({"env": {"learned_action_repeat": {"gamma": 0.9}}}, "env.learned_action_repeat.max=0 "),
+        ({"env": {"learned_action_repeat": {"max": 2, "gamma": 1.1}}}, "env.learned_action_repeat.gamma=1.1"),
         (
             {"env": {"learned_action_repeat": {"max": 2, "discount": "step"}}},
-            "discount='step' .* per_repeat or per_step",
+            "discount='step' .* one of per_repeat, per_step",
         ),
         ({"env": {"frame_count": "nominal"}}, "env.frame_count='nominal' .* with env.action_repeat"),
         ({"env": {"frame_count": "all", "action_repeat": 2}}, "env.frame_count='all' "),
