@@ -22,11 +22,12 @@ def run() -> None:
     _answer_at_once(arguments)
     with _quiet_interrupt():
         from lightning_rl.cli.main import main
-        from lightning_rl.distributed import leave_process_group
+        from lightning_rl.distributed import causes, leave_process_group
     try:
         main()
     except BaseException as error:
-        if _is_interrupt(error):
+        # Also Lightning's `SystemExit(1)`, but not an environment's interrupt, which ends in an exit `from None`.
+        if any(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):
             sys.exit(128 + signal.SIGINT)
         raise
     finally:
@@ -60,16 +61,6 @@ def _quiet_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Return whether an error is a KeyboardInterrupt or was caused by one, like Lightning's `SystemExit(1)`."""
-    seen: set[int] = set()  # an exception that is raised twice may be its own cause
-    while error is not None and id(error) not in seen and not isinstance(error, KeyboardInterrupt):
-        seen.add(id(error))
-        # The KeyboardInterrupt of an environment ends in an exit `from None`.
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return isinstance(error, KeyboardInterrupt)
 
 
 if __name__ == "__main__":

@@ -161,12 +161,12 @@ def exact_dtype(device: torch.device) -> torch.dtype:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and its causes, each once, since an exception that is raised twice may be its own cause."""
+    """Yield an exception and its causes that no `from None` hides, each once: one raised twice may be its own cause."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         yield error
         seen.add(id(error))
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 class RankFailure(ExplainedError, RuntimeError):

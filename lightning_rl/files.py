@@ -24,7 +24,7 @@ class DamagedFileError(ConfigurationError):
     """A file is truncated, does not match its checksums, or is not a checkpoint."""
 
 
-def check_intact(path: object, field: str, expected: str) -> None:
+def check_intact(path: object, field: str = "ckpt_path", expected: str = "an intact checkpoint") -> None:
     """Compare every entry of a file from `torch.save` with its checksum, at 0.3 s per GiB in the page cache.
 
     URLs, open files, folders and missing files are not checked. `field`, the option, and `expected`, the kind of file,

@@ -141,29 +141,16 @@ def check_names(field: str, value: object, expected: str) -> None:
     check(is_list(value) and all(isinstance(name, str) and name for name in value), field, value, expected)
 
 
-def check_keywords(field: str, value: object, expected: str = "a dict of arguments") -> None:
+def check_keywords(field: str, value: object) -> None:
     """Raise unless `value` is a dict whose keys are strings."""
-    check(isinstance(value, dict) and all(isinstance(name, str) for name in value), field, value, expected)
+    is_valid = isinstance(value, dict) and all(isinstance(name, str) for name in value)
+    check(is_valid, field, value, "a dict of arguments")
 
 
-def check_number(
-    field: str,
-    value: float,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    at_most: float | None = None,
-) -> float:
-    """Return `value`, or raise unless it is a finite number inside the given bounds, and float32 can hold it."""
-    inside = (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and (above is None or value > above)
-        and (at_least is None or value >= at_least)
-        and (at_most is None or value <= at_most)
-        and (isinstance(value, int) or math.isfinite(value))
-    )
-    check(inside, field, value, f"a number {Range(above, at_least, at_most)}")
+def check_number(field: str, value: float, **bounds: float | None) -> float:
+    """Return `value`, or raise unless it is a finite number in the `Range` of the bounds, and float32 can hold it."""
+    is_number, limits = isinstance(value, int | float) and not isinstance(value, bool), Range(**bounds)
+    check(is_number and value in limits, field, value, f"a number {limits}")
     check(abs(value) <= _LARGEST, field, value, f"a number of at most {_LARGEST:.3g}, the largest of float32")
     return value
 
@@ -175,6 +162,11 @@ class Range:
     above: float | None = None
     at_least: float | None = None
     at_most: float | None = None
+
+    def __contains__(self, x: float) -> bool:
+        is_above = (self.above is None or x > self.above) and (self.at_least is None or x >= self.at_least)
+        is_below = self.at_most is None or x <= self.at_most
+        return is_above and is_below and (isinstance(x, int) or math.isfinite(x))
 
     def __str__(self) -> str:
         return " and ".join(f"{name.replace('_', ' ')} {x:g}" for name, x in vars(self).items() if x is not None)

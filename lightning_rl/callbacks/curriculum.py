@@ -93,12 +93,7 @@ class Curriculum(Callback):
         self._change(trainer)
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,  # noqa: ANN401
-        batch: Rollout,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Rollout, batch_idx: int
     ) -> None:
         for returns in gather_ranks(batch.episodes.returns):
             self._returns.extend(returns)

@@ -160,12 +160,7 @@ class EnvStepValidation(Callback):
                 callback._check_on_train_epoch_end = False
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,  # noqa: ANN401
-        batch: Any,  # noqa: ANN401
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Make the Trainer validate after this batch, or not before the next one."""
         now = env_steps_of(pl_module) // self.every_n_env_steps

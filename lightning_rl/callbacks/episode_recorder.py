@@ -82,11 +82,7 @@ class EpisodeRecorder(Callback):
         self._episodes = []
 
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: list[Episode],
-        *args: Any,  # noqa: ANN401
+        self, trainer: Trainer, pl_module: LightningModule, outputs: list[Episode], *args: object
     ) -> None:
         self._episodes += outputs if "minari" in self.formats else []
 
@@ -126,11 +122,7 @@ class EpisodeLines(Callback):
         self.lines: list[str] = []
 
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: list[Episode],
-        *args: Any,  # noqa: ANN401
+        self, trainer: Trainer, pl_module: LightningModule, outputs: list[Episode], *args: object
     ) -> None:
         for episode in outputs:
             ending = "terminated" if episode.terminated else "truncated"

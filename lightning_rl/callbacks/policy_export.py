@@ -70,12 +70,7 @@ class PolicyExport(EnvStepWriter):
         self.check_folder()
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,  # noqa: ANN401
-        batch: Any,  # noqa: ANN401
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if isinstance(batch, Rollout):
             self._observations = first_steps(batch.observations)

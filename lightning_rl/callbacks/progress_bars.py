@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelSummary, RichProgressBar, TQDMProgr
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 
 from lightning_rl.data.datamodule import RolloutDataModule
@@ -178,12 +179,7 @@ class EnvStepRichProgressBar(_EnvStepBar, RichProgressBar):
             self.train_progress_bar_id = self.progress.add_task("Env steps", total=total, completed=done)
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,  # noqa: ANN401
-        batch: Any,  # noqa: ANN401
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """Draw environment steps in place of the batches of the epoch."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, env_steps_of(pl_module) - 1)

@@ -44,21 +44,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def load_checkpoint(
-        self,
-        path: str | Path,
-        map_location: Any = lambda storage, _: storage,  # noqa: ANN401
-        weights_only: bool | None = None,
+        self, path: str | Path, map_location: object = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint whose checksums match; nothing is unpickled unless `weights_only` is False."""
-        check_intact(path, "ckpt_path", "an intact checkpoint")
+        check_intact(path)
         return read_data(path, map_location, weights_only)
 
-    def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        path: str | Path,
-        storage_options: Any | None = None,  # noqa: ANN401
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return

@@ -32,7 +32,7 @@ def from_checkpoint(
     given: Mapping[str, Any],
 ) -> Any:  # noqa: ANN401 - an instance of `cls`
     """Return an algorithm of a class from its checkpoint, with the options `given` changed."""
-    check_intact(source, "checkpoint_path", "an intact checkpoint")
+    check_intact(source, "checkpoint_path")
     checkpoint = read_data(source, map_location or _nearest_device, weights_only)
     check_format(checkpoint)
     stored, saved = checkpoint["hyper_parameters"], checkpoint[CHECKPOINT_KEY]["algorithm"]

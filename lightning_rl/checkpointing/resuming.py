@@ -43,7 +43,7 @@ def take_over(checkpoint: dict[str, Any], module: Any) -> None:  # noqa: ANN401 
     """Check a checkpoint and take over its clock; if the Trainer resumes the run, also the rest of its state."""
     trainer, state, clock = module._trainer, checkpoint.get(CHECKPOINT_KEY, {}), module.clock
     if trainer is not None and not isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
-        check_intact(trainer.ckpt_path, "ckpt_path", "an intact checkpoint")
+        check_intact(trainer.ckpt_path)
     check_format(checkpoint)
     resumes = trainer is not None and trainer.state.fn == "fit"
     if resumes:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -36,35 +37,27 @@ _SHARED = "LIGHTNING_RL_RUN_DIR"
 _SCHEDULERS = ("SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 
-class RunLock:
-    """Locks a run folder for one process; the operating system releases the lock when the process ends."""
-
-    def __init__(self) -> None:
-        self._folder: int | None = None
-
-    def acquire(self, run_dir: Path) -> None:
-        """Lock a folder on the first rank; other ranks may not know the right folder."""
-        if not _is_first_rank():
-            return
-        make_folder("run folder", run_dir)
-        if fcntl is None:
-            return
-        self._folder = os.open(run_dir, os.O_RDONLY)
-        try:
-            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
-            raise ConfigurationError(
-                f"ckpt_path: another process is still training the run in {run_dir}: wait until it ends, or give "
-                "simultaneous jobs different values of trainer.default_root_dir"
-            ) from None
-        except OSError:  # the file system has no locks
-            self.release()
-
-    def release(self) -> None:
-        if self._folder is not None:
-            os.close(self._folder)
-            self._folder = None
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Lock a run folder for this process; only the first rank does, since others may not know the right folder."""
+    if not _is_first_rank():
+        yield
+        return
+    make_folder("run folder", run_dir)
+    with contextlib.ExitStack() as stack:
+        if fcntl is not None:
+            folder = os.open(run_dir, os.O_RDONLY)
+            stack.callback(os.close, folder)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigurationError(
+                    f"ckpt_path: another process is still training the run in {run_dir}: wait until it ends, or give "
+                    "simultaneous jobs different values of trainer.default_root_dir"
+                ) from None
+            except OSError:  # the file system has no locks
+                pass
+        yield
 
 
 def run_root(default_root_dir: str | None, algorithm: str, env_id: str) -> Path:
@@ -162,63 +155,58 @@ def _furthest_first(run: Path) -> dict[Path, int]:
     # By their environment steps, which a copy keeps, unlike the times.
     steps: dict[Path, int] = {}
     for path in reversed(_newest_first(run.glob("*.ckpt"))):
+        checkpoint = _read(path)
         # Only its time says where a file belongs that cannot be read.
-        steps[path] = max(steps.values(), default=-1) if (read := _env_steps(path)) is None else read
+        steps[path] = checkpoint[CHECKPOINT_KEY]["env_steps"] if checkpoint else max(steps.values(), default=-1)
     return dict(sorted(reversed(steps.items()), key=itemgetter(1), reverse=True))
 
 
 def _best(run: Path, resumable: bool) -> Path | None:
     for path in _furthest_first(run):
-        check_intact(path, "ckpt_path", "an intact checkpoint")
+        check_intact(path)
         for state in read_checkpoint(path, mapped=True).get("callbacks", {}).values():
             given = Path(state.get("best_model_path") or "")
             if not given.name or state.get("monitor") in KEEP_NEWEST:
                 continue
             for best in (path.parent / given.name, given):  # the run may have been moved
                 if best.is_file():
-                    check_intact(best, "ckpt_path", "an intact checkpoint")
+                    check_intact(best)
                     return None if resumable and _has_only_weights(best) else best
     return None
 
 
 def _furthest_intact(run: Path, resumable: bool) -> Path | None:
-    damaged: list[DamagedFileError] = []
+    damages: list[DamagedFileError] = []
     for path in _furthest_first(run):
-        try:
-            check_intact(path, "ckpt_path", "an intact checkpoint")
-        except DamagedFileError as error:
-            damaged.append(error)
-            continue
-        if resumable and _has_only_weights(path):
-            continue
-        for damage in damaged:
-            rank_zero_warn(f"{damage}; using {str(path)!r} instead, the last intact checkpoint of the run")
-        return path
-    if damaged:
-        raise damaged[0]
+        if (damage := _damage(path)) is not None:
+            damages.append(damage)
+        elif not (resumable and _has_only_weights(path)):
+            for damage in damages:
+                rank_zero_warn(f"{damage}; using {str(path)!r} instead, the last intact checkpoint of the run")
+            return path
+    if damages:
+        raise damages[0]
     return None
 
 
-def _env_steps(path: Path) -> int | None:
+def _damage(path: Path) -> DamagedFileError | None:
     try:
-        return int(read_checkpoint(path, mapped=True)[CHECKPOINT_KEY]["env_steps"])
-    except (ConfigurationError, KeyError):  # it cannot be read
-        return None
+        check_intact(path)
+    except DamagedFileError as error:
+        return error
+    return None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return a checkpoint, mapped from disk, or None if it cannot be read."""
+    with contextlib.suppress(ConfigurationError):
+        return read_checkpoint(path, mapped=True)
+    return None
 
 
 def _has_only_weights(path: Path) -> bool:
-    try:
-        return is_weights_only(read_checkpoint(path, mapped=True))
-    except ConfigurationError:  # not skipped: reading it again raises an error that names it
-        return False
-
-
-def _is_intact(path: Path) -> bool:
-    try:
-        check_intact(path, "ckpt_path", "an intact checkpoint")
-    except DamagedFileError:
-        return False
-    return True
+    checkpoint = _read(path)
+    return checkpoint is not None and is_weights_only(checkpoint)  # reading it again raises an error that names it
 
 
 def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
@@ -229,7 +217,7 @@ def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
     for path, steps in _furthest_first(checkpoint.parent).items():
         if path == checkpoint:
             break
-        if steps > env_steps or not _is_intact(path):  # damaged: an earlier one was chosen
+        if steps > env_steps or _damage(path):  # damaged: an earlier one was chosen
             return None
     return run_dir
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -87,7 +88,7 @@ class OnPolicyCLI(LightningCLI):
     _purge_step: int | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
-        self._lock = run_folders.RunLock()
+        self._exit = contextlib.ExitStack()
         try:
             super().__init__(*args, **kwargs)
         except BaseException as error:
@@ -97,7 +98,7 @@ class OnPolicyCLI(LightningCLI):
                 end_all_ranks(error, getattr(self.trainer.strategy.launcher, "procs", []))
             raise
         finally:
-            self._lock.release()
+            self._exit.close()
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -140,7 +141,7 @@ class OnPolicyCLI(LightningCLI):
             if path is None:
                 say(f"WARNING: {missing}: starting a NEW run.")
         elif path is not None:
-            check_intact(path, "ckpt_path", "an intact checkpoint")
+            check_intact(path)
         elif not self._fits:
             say("WARNING: no --ckpt_path was given: this plays with an UNTRAINED policy.")
         config.ckpt_path = None if path is None else str(path)
@@ -209,7 +210,7 @@ class OnPolicyCLI(LightningCLI):
         check_strategy(config.strategy or "auto")
         if self._fits and not config.fast_dev_run:
             self.run_dir = self.run_dir or run_folders.new_run_dir(self._root)
-            self._lock.acquire(self.run_dir)
+            self._exit.enter_context(run_folders.locked(self.run_dir))
         if not self._fits:
             self.save_config_callback = None
         elif config.max_epochs is None:

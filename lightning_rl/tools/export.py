@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -184,9 +184,16 @@ def save_onnx(
     dtype = next(policy.parameters()).dtype
     if dtype not in (torch.float32, torch.float64):
         raise ConfigurationError(f"format='onnx': the policy is in {dtype}: expected float32 or float64")
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    # The exporter would warn of packages that are not needed, and print its progress.
+    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
     feed_names, names = leaves(inputs), leaves(outputs)
     try:
-        with _quietly():
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
             model: Any = torch.onnx.export(
                 program,
                 dynamo=True,
@@ -199,7 +206,7 @@ def save_onnx(
             value.shape[0] = "batch"
         model.model.metadata_props[_ONNX_METADATA] = description
         model.save(str(path), external_data=False)
-        session = _onnx_session(path)
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
         *_, cause = causes(error)  # names the operator
         raise ConfigurationError(
@@ -214,28 +221,6 @@ def save_onnx(
         return map_leaves(lambda name: torch.from_numpy(np.asarray(found[name])), outputs)
 
     return run
-
-
-def _onnx_session(path: Path) -> Any:  # noqa: ANN401 - has no types
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Suppress the exporter's progress, and its messages about packages that are not needed."""
-    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 class RoundTripError(ExplainedError, RuntimeError):

@@ -164,6 +164,8 @@ def draw_improvement(scores: Mapping[str, Array], paths: Sequence[Path], *, conf
 
 
 def _draw_panel(axis: Any, panel: Panel, statistic: Statistic, confidence: float, counts: bool) -> None:  # noqa: ANN401
+    from matplotlib.ticker import EngFormatter
+
     for number, curve in enumerate(panel.curves):
         color = COLORS[number % len(COLORS)]
         found = summarize(curve.runs, statistic, confidence)
@@ -179,12 +181,8 @@ def _draw_panel(axis: Any, panel: Panel, statistic: Statistic, confidence: float
     if panel.goal is not None:
         axis.axhline(panel.goal, color=_GOAL, linestyle=":", linewidth=1, label="goal")
     axis.set_title(panel.title, fontsize=8)
-    axis.xaxis.set_major_formatter(_format_steps)
+    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axis.locator_params(nbins=5)
-
-
-def _format_steps(steps: float, _: object) -> str:
-    return f"{steps / 1e6:g}M" if steps >= 1e6 else f"{steps / 1e3:g}k" if steps >= 1e3 else f"{steps:g}"
 
 
 def _labeled_lines(figure: Any) -> dict[str, Any]:  # noqa: ANN401

@@ -76,7 +76,7 @@ def load_algorithm(path: str | Path, field: str = "path", trust: Sequence[str] =
         ConfigurationError: The file is not a checkpoint of this package, its algorithm is unknown, or a class in it is
             not trusted, cannot be imported or does not fit its field.
     """
-    check_intact(path, field, "an intact checkpoint")
+    check_intact(path, field)
     checkpoint = read_checkpoint(path, field, mapped=True)
     algorithm = OnPolicyAlgorithm
     if "_class_path" not in checkpoint["hyper_parameters"]:  # which load_from_checkpoint would import
