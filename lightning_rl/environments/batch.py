@@ -200,6 +200,17 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
         """Call a method of every environment, or get an attribute; None for a lost worker; raises as `step`."""
         return tuple(self.ask(dict.fromkeys(range(self.num_envs), ("call", name, args, kwargs))))
 
+    def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Call a method of every environment with its own arguments."""
+        return tuple(self.ask({i: ("call", name, args, {}) for i, args in enumerate(arguments)}))
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:  # noqa: ANN401
+        each = values if isinstance(values, list | tuple) else [values] * self.num_envs
+        self.call_each("set_wrapper_attr", [(name, value) for _, value in zip(range(self.num_envs), each, strict=True)])
+
     def render(self) -> tuple[Any, ...]:
         return self.call("render")
 
@@ -219,7 +230,7 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
         """
         records = [to_arrays(state) for state in states]
         self.tracker.streams = [record["stream_seed"] for record in records]
-        answers = self.ask({index: ("call", "restore", (record,), {}) for index, record in enumerate(records)})
+        answers = self.call_each("restore", [(record,) for record in records])
         # None comes from a worker that was lost during the replay.
         results = [(False, self.replace(i)[0]) if answer is None else answer for i, answer in enumerate(answers)]
         exact, rows = zip(*results, strict=True)

@@ -90,12 +90,17 @@ def test_pool_equals_sync_vector_env_of_gymnasium(pair):
         assert described(other) == described(one)
 
 
-def test_pool_calls_methods_and_gets_attributes(pair):
+def test_pool_calls_methods_and_sets_attributes(pair):
     local, pool = pair
     assert pool.call("scaled", 2, plus=1) == local.call("scaled", 2, plus=1) == (1, 3, 5)
-    assert pool.call("place") == (0, 1, 2)
-    pool.call("set_wrapper_attr", "place", 9)
+    assert pool.call_each("scaled", [(1,), (10, 5), (100,)]) == (0, 15, 200)
+    assert pool.get_attr("place") == (0, 1, 2)
+    pool.set_attr("place", [5, 6, 7])
+    assert pool.get_attr("place") == (5, 6, 7)
+    pool.set_attr("place", 9)
     assert [picture.max() for picture in pool.render()] == [9, 9, 9]
+    with pytest.raises(ValueError, match="zip"):
+        pool.set_attr("place", [1, 2])
 
 
 def test_closed_pool_raises(pair):
