@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_stacked
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.rollouts.sequences import Sequences, cut
+from lightning_rl.validation import check
 
 Fields = dict[str, Nested]
 """Tensors with the same leading dimensions by name, nested or not."""
@@ -399,11 +400,15 @@ class UnrollMemory(Replay):
     def append(self, rollout: Rollout, generator: torch.Generator | None = None, **per_step: Nested) -> None:
         """Copy the unroll of each environment, with further tensors `[T, B, ...]`, and drop unrolls that do not fit.
 
-        A layout that differs from earlier unrolls raises a `ValueError`.
+        A layout that differs from earlier unrolls raises a `ValueError`, and an unroll without room a
+        `ConfigurationError`.
         """
         if self.layout not in (None, layout := layout_of_unrolls(rollout)):
             raise ValueError(f"the unrolls have {layout}, expected {self.layout} like those before them")
         unrolls = _columns(rollout, per_step)
+        largest = max(map(_size, unrolls))
+        expected = f"at least {largest / 2**30:.3g}: the unroll of one environment takes {largest} bytes"
+        check(largest <= self.max_bytes, "replay_memory_gib", self.max_bytes / 2**30, expected)
         draws = torch.rand(len(unrolls), generator=generator, dtype=torch.float64).tolist()
         for draw, fields in zip(draws, unrolls, strict=True):
             rank = draw if self.policy == "reservoir" else float(self._number)

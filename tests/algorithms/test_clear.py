@@ -182,6 +182,14 @@ def test_replay_memory_without_room_for_the_observations_of_one_unroll_raises():
         make_trainer().fit(model, data)
 
 
+def test_replay_memory_without_room_for_one_whole_unroll_raises():
+    data = make_data(rollouts_per_epoch=1)
+    gib = data.rollout_length * 30 / 2**30  # a step has 24 bytes, and a distribution
+    model = CLEAR(data.observation_space, data.action_space, replay_memory_gib=gib)
+    with pytest.raises(ConfigurationError, match=r"^replay_memory_gib=.* at least .*: the unroll of one .* \d+ bytes"):
+        make_trainer().fit(model, data)
+
+
 def test_stored_distributions_are_from_before_the_gradient_step():
     """The deviation of a Gaussian is a parameter, which the step changes where it is."""
     torch.manual_seed(0)
