@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -37,27 +37,35 @@ _SHARED = "LIGHTNING_RL_RUN_DIR"
 _SCHEDULERS = ("SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 
-@contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Lock a run folder for this process; only the first rank does, since others may not know the right folder."""
-    if not _is_first_rank():
-        yield
-        return
-    make_folder("run folder", run_dir)
-    with contextlib.ExitStack() as stack:
-        if fcntl is not None:
-            folder = os.open(run_dir, os.O_RDONLY)
-            stack.callback(os.close, folder)
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigurationError(
-                    f"ckpt_path: another process is still training the run in {run_dir}: wait until it ends, or give "
-                    "simultaneous jobs different values of trainer.default_root_dir"
-                ) from None
-            except OSError:  # the file system has no locks
-                pass
-        yield
+class RunLock:
+    """Locks a run folder for one process; the operating system releases the lock when the process ends."""
+
+    def __init__(self) -> None:
+        self._folder: int | None = None
+
+    def acquire(self, run_dir: Path) -> None:
+        """Lock a folder on the first rank; other ranks may not know the right folder."""
+        if not _is_first_rank():
+            return
+        make_folder("run folder", run_dir)
+        if fcntl is None:
+            return
+        self._folder = os.open(run_dir, os.O_RDONLY)
+        try:
+            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise ConfigurationError(
+                f"ckpt_path: another process is still training the run in {run_dir}: wait until it ends, or give "
+                "simultaneous jobs different values of trainer.default_root_dir"
+            ) from None
+        except OSError:  # the file system has no locks
+            self.release()
+
+    def release(self) -> None:
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
 
 
 def run_root(default_root_dir: str | None, algorithm: str, env_id: str) -> Path:

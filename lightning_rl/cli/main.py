@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
@@ -88,7 +87,7 @@ class OnPolicyCLI(LightningCLI):
     _purge_step: int | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
-        self._exit = contextlib.ExitStack()
+        self._lock = run_folders.RunLock()
         try:
             super().__init__(*args, **kwargs)
         except BaseException as error:
@@ -98,7 +97,7 @@ class OnPolicyCLI(LightningCLI):
                 end_all_ranks(error, getattr(self.trainer.strategy.launcher, "procs", []))
             raise
         finally:
-            self._exit.close()
+            self._lock.release()
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -210,7 +209,7 @@ class OnPolicyCLI(LightningCLI):
         check_strategy(config.strategy or "auto")
         if self._fits and not config.fast_dev_run:
             self.run_dir = self.run_dir or run_folders.new_run_dir(self._root)
-            self._exit.enter_context(run_folders.locked(self.run_dir))
+            self._lock.acquire(self.run_dir)
         if not self._fits:
             self.save_config_callback = None
         elif config.max_epochs is None:

@@ -8,8 +8,8 @@ import torch
 
 from lightning_rl.checkpointing.format import FORMAT, read_checkpoint
 from lightning_rl.checkpointing.run_folders import (
+    RunLock,
     find_checkpoint,
-    locked,
     new_run_dir,
     remove_empty,
     run_dir_of,
@@ -88,8 +88,7 @@ def test_only_first_external_rank_makes_a_folder(tmp_path, monkeypatch, told, ma
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     run_dir = new_run_dir(tmp_path)
-    with locked(run_dir):  # a late rank guesses a wrong folder
-        pass
+    RunLock().acquire(run_dir)  # a late rank guesses a wrong folder
     assert run_dir == tmp_path / "version_0"
     assert [path.name for path in tmp_path.iterdir()] == ["version_0"] * makes_it
 

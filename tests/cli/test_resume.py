@@ -107,8 +107,8 @@ def test_a_run_that_has_not_ended_is_not_taken_over(capsys, monkeypatch):
     cli = main(["fit", *SMALL, "--max_env_steps=64"])
     before = files(RUN)
     code = (
-        "import sys, time; from pathlib import Path; from lightning_rl.checkpointing.run_folders import locked\n"
-        f"with locked(Path({str(cli.run_dir)!r})): print('taken', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from lightning_rl.checkpointing.run_folders import RunLock\n"
+        f"RunLock().acquire(Path({str(cli.run_dir)!r})); print('taken', flush=True); time.sleep(60)"
     )
     other = programs.Program("-c", code)
     try:
