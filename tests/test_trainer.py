@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import re
 import subprocess
 import sys
 import warnings
@@ -721,9 +722,26 @@ class StartsWithoutSuper(PPO):
         self.seen = True
 
 
+class WithoutCallbacks(PPO):
+    def configure_callbacks(self):
+        return []
+
+
+class Frozen(PPO):
+    def setup(self, stage):
+        super().setup(stage)
+        self.freeze()
+
+
 @pytest.mark.parametrize(
     ("algorithm", "error", "message"),
     [
+        (
+            WithoutCallbacks,
+            ConfigurationError,
+            r"WithoutCallbacks.configure_callbacks does not return the callbacks",
+        ),
+        (Frozen, ConfigurationError, r"model='Frozen, frozen' is not valid: expected a parameter with requires_grad"),
         (RecordsVectors, ValueError, r"vector has the shape \(16, 2\): expected a scalar"),
         (ThreeOptimizers, ConfigurationError, r"configure_optimizers='3 optimizers' .* one for the critic"),
         (WithoutSuper, ConfigurationError, r"WithoutSuper.training_step does not call super"),
@@ -775,6 +793,23 @@ def test_monitor_of_a_value_that_a_callback_may_log_gives_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="did you mean 'val/episode_length'"):
         trainer.fit(make_model(data), data)
     assert best.best_model_score == 1
+
+
+def test_checkpoint_of_the_best_return_waits_for_the_first_episode(tmp_path):
+    data, best = make_data("Pendulum-v1"), ModelCheckpoint(tmp_path, monitor="rollout/episode_return", mode="max")
+    model = make_model(data)
+    make_trainer(callbacks=[best], max_epochs=20, enable_checkpointing=True).fit(model, data)
+    assert torch.isfinite(best.best_model_score)
+    assert int(re.search(r"step=(\d+)", best.best_model_path)[1]) >= 400  # two environments, episodes of 200 steps
+
+
+def test_folder_for_checkpoints_that_cannot_be_made_is_refused_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    data, saving = make_data(), LastCheckpoint(tmp_path / "file" / "checkpoints")
+    model, trainer = make_model(data), make_trainer(callbacks=[saving], enable_checkpointing=True)
+    with pytest.raises(ConfigurationError, match=r"LastCheckpoint.dirpath='.*' is not valid: expected a folder that"):
+        trainer.fit(model, data)
+    assert model.env_steps == 0
 
 
 def test_early_stopping_on_a_return_waits_for_the_first_episode():

@@ -88,6 +88,11 @@ def test_path_that_leads_nowhere_is_refused(path):
         import_class("field", path, object)
 
 
+def test_misspelled_class_gets_a_suggestion():
+    with pytest.raises(ConfigurationError, match=r"in PYTHONPATH; did you mean json.JSONEncoder\?$"):
+        import_class("field", "json.JSONEncodr", object)
+
+
 def test_path_of_no_class_is_refused():
     with pytest.raises(ConfigurationError, match=r"^field='os.path.join' is not valid: expected the path"):
         import_class("field", "os.path.join", object)

@@ -22,7 +22,7 @@ from lightning_rl.checkpointing.interruption import InterruptionGuard
 from lightning_rl.checkpointing.loading import WarmStart, from_checkpoint, warm_start
 from lightning_rl.checkpointing.resuming import take_over
 from lightning_rl.distributed import world_size
-from lightning_rl.nested import Nested
+from lightning_rl.nested import Nested, leaves
 from lightning_rl.options import (
     constructor_arguments,
     default_groups,
@@ -500,6 +500,8 @@ class OnPolicyAlgorithm(LightningModule):
         A recurrent policy needs its state, `self.policy.initial_memory(B)` or the state returned last, and returns
         (actions, next state). `lightning_rl.policies.interface.to_environment` converts actions for an environment.
         """
+        if not all(isinstance(x, Tensor) for x in leaves(observations)):
+            raise TypeError("forward takes tensors [B, ...]: call model.act(observation) with arrays")
         if memory is None:
             return self.policy.act(observations, deterministic=deterministic).environment_action
         output = self.policy.act(observations, deterministic=deterministic, memory=memory)
@@ -580,10 +582,13 @@ class OnPolicyAlgorithm(LightningModule):
         refuse_tuners(self.trainer)
         if self.trainer.state.fn == "fit":
             refuse_automatic_optimization(self.trainer)
+        return [kind() for kind in self._missing_callbacks()]
+
+    def _missing_callbacks(self) -> list[type[Callback]]:
         present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         # The guard comes after `StepMetric`: it may save a checkpoint, whose name contains `step`.
-        wanted: list[type[Callback]] = [StepMetric, InterruptionGuard]
-        return [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in present)]
+        needed: list[type[Callback]] = [StepMetric, InterruptionGuard]
+        return [kind for kind in needed if not any(isinstance(callback, kind) for callback in present)]
 
     def configure_model(self) -> None:
         if self.device_mesh is not None and not self.acting_copies:
@@ -622,8 +627,12 @@ class OnPolicyAlgorithm(LightningModule):
         check(getattr(data, "has_recorded_steps", needed) == needed, "data", type(data).__name__, expected)
 
     def on_fit_start(self) -> None:
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        expected = f"{type(self).__name__}.on_load_checkpoint to call super(), which takes over the state of the run"
+        data, name = self.trainer.datamodule, type(self).__name__  # type: ignore[attr-defined]
+        if self._missing_callbacks():
+            raise ConfigurationError(f"{name}.configure_callbacks does not return the callbacks of super() as well")
+        expected = "a parameter with requires_grad; model.unfreeze() sets it for all"
+        check(any(x.requires_grad for x in self.parameters()), "model", f"{name}, frozen", expected)
+        expected = f"{name}.on_load_checkpoint to call super(), which takes over the state of the run"
         check(bool(self.restored) or self.trainer.ckpt_path is None, "ckpt_path", str(self.trainer.ckpt_path), expected)
         if not self.restored and self.trainer.fit_loop.total_batch_idx < 0:  # a new run
             self.clock.env_steps_before_epochs = self.env_steps

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, LastCheckpoint, report_log_failures
 from lightning_rl.distributed import all_reduce
 from lightning_rl.training.clock import ends_epoch, validates_now
+from lightning_rl.validation import make_folder
 
 # Seconds within which a repeated signal counts as one: `timeout`, for example, signals a process and its group.
 _SAME_SIGNAL = 0.2
@@ -76,7 +77,11 @@ class InterruptionGuard(Callback):
         self._not_saving = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace Lightning's signal handlers; Lightning restores the original ones after the fit."""
+        """Check the folders of checkpoints, and replace Lightning's signal handlers until the end of the fit."""
+        for callback in trainer.checkpoint_callbacks if trainer.is_global_zero else ():
+            folder = getattr(callback, "dirpath", None)
+            if folder is not None and "://" not in str(folder):
+                make_folder(f"trainer.callbacks: {type(callback).__name__}.dirpath", folder)
         if trainer.received_sigterm:  # since `setup`
             # Private to Lightning. Otherwise the run would end after this rollout, unsaved and with status 0.
             trainer._signal_connector.received_sigterm = False

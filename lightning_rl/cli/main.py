@@ -51,7 +51,7 @@ FUNCTIONS: dict[str, Any] = {"export": export_checkpoint, "plot": draw_runs, "pu
 """The commands that run no Trainer; the parameters of their functions are the options."""
 DEFAULT_ENV_STEPS = 1_000_000
 """Environment steps of a run without another limit."""
-_FEW_PARAMETERS = 100_000
+_FEW_PARAMETERS = 500_000
 """Policies with at most this number of parameters compute fastest on one CPU thread."""
 
 

@@ -126,7 +126,7 @@ def run_options(
         max_env_steps: Stop with the first rollout that reaches this number of environment steps of all ranks. Without
             a limit here or of the Trainer (max_epochs, max_steps, max_time) this is 1000000; trainer.max_epochs=-1
             trains until it is stopped.
-        num_threads: Number of CPU threads of PyTorch. null: 1, the fastest, for policies of at most 100,000
+        num_threads: Number of CPU threads of PyTorch. null: 1, the fastest, for policies of at most 500,000
             parameters, and PyTorch's default for others.
         ckpt_path: Checkpoint to resume or to evaluate: a file, 'last' for the newest one of this algorithm and
             environment, or 'best'.

@@ -165,7 +165,10 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             options = options if self.first_options is None else {**self.first_options, **(options or {})}
         self.step_count = 0
         try:
-            observation, info = self._reset_env(options)
+            outcome = self._reset_env(options)
+            if not (isinstance(outcome, tuple) and len(outcome) == 2):
+                raise Unexpected(f"returned {reprlib.repr(outcome)} in reset: expected (observation, info)")
+            observation, info = outcome
             check_info(info)
             self._observation = observation = self._fit(observation)
         except BaseException as error:
@@ -184,7 +187,13 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         logged: Any = action if type(action) in _NUMBERS else map_leaves(np.copy, action)
         self.step_count += 1
         try:
-            observation, reward, terminated, truncated, info = self.env.step(action)
+            outcome = self.env.step(action)
+            if len(outcome) != 5:
+                raise Unexpected(
+                    f"returned {len(outcome)} values in step: expected (observation, reward, terminated, truncated, "
+                    "info), as since Gym 0.26"
+                )
+            observation, reward, terminated, truncated, info = outcome
             if type(reward) is not float:
                 reward = to_number(reward)
             if type(terminated) not in _FLAGS or type(truncated) not in _FLAGS:

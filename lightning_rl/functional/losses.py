@@ -70,7 +70,9 @@ def dual_clipped_surrogate_loss(
     if not _is_finite(clip_range_low) or not _is_finite(clip_range_high):
         # An advantage of 0 times an infinite range; its loss is 0.
         bound = bound.nan_to_num(0.0, torch.inf, -torch.inf)
-    losses = (log_ratios.exp() * weights).clamp(min=bound)
+    losses = log_ratios.exp() * weights
+    # Not `clamp`: PyTorch 2.14 changed its gradient at the bound, where it is 1 here.
+    losses = torch.where(losses < bound, bound, losses)
     if dual_clip is None:
         return losses
     return torch.where(weights > 0, torch.minimum(losses, dual_clip * weights), losses)
@@ -128,23 +130,38 @@ def value_loss(values: Tensor, targets: Tensor) -> Tensor:
     return 0.5 * nn.functional.mse_loss(values, targets.detach(), reduction="none")
 
 
-def clipped_value_loss(values: Tensor, targets: Tensor, old_values: Tensor, clip_range: Tensor | float) -> Tensor:
+def clipped_value_loss(
+    values: Tensor,
+    targets: Tensor,
+    old_values: Tensor,
+    clip_range: Tensor | float,
+    huber_delta: float | None = None,
+) -> Tensor:
     """Return PPO's clipped value loss of each step (Engstrom et al., 2020, arXiv 2005.12729, section 3).
 
-    `0.5 * max((v - target)**2, (v_clipped - target)**2)` with
-    `v_clipped = v_old + clip(v - v_old, -clip_range, clip_range)`.
+    `max(loss(v), loss(v_clipped))` with `v_clipped = v_old + clip(v - v_old, -clip_range, clip_range)` and the loss
+    `0.5 * (v - target)**2`, or `huber_value_loss`.
 
     Args:
         values: Predictions, any shape.
         targets: Returns of the same shape; constants.
         old_values: Predictions of the same shape when the rollout was collected; constants.
         clip_range: Maximum change of a value, in units of return, a scalar or broadcastable. `inf` disables clipping.
+        huber_delta: Delta of the Huber loss. None: squared errors.
     """
     check.same_shape(values=values, targets=targets, old_values=old_values)
     check.clip_range(values, clip_range)
-    targets, old_values = targets.detach(), old_values.detach()
-    clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)  # type: ignore[arg-type]
-    return 0.5 * torch.maximum((values - targets).square(), (clipped - targets).square())
+    old_values = old_values.detach()
+    change = values - old_values
+    # Not `clamp`, as in the surrogate loss.
+    change = torch.where(change > clip_range, clip_range, torch.where(change < -clip_range, -clip_range, change))
+
+    def loss(predictions: Tensor) -> Tensor:
+        if huber_delta is None:
+            return value_loss(predictions, targets)
+        return huber_value_loss(predictions, targets, huber_delta)
+
+    return torch.maximum(loss(values), loss(old_values + change))
 
 
 def huber_value_loss(values: Tensor, targets: Tensor, delta: float) -> Tensor:

@@ -19,7 +19,7 @@ from lightning_rl.policies.distributions import Distribution, make_action_head
 from lightning_rl.policies.distributions.continuous import BetaHead
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.policies.networks.make import Network, is_by_path, make_encoder, name_image_networks
-from lightning_rl.policies.networks.mlp import DiscreteEncoding, HeadLinear
+from lightning_rl.policies.networks.mlp import Activation, DiscreteEncoding, HeadLinear
 from lightning_rl.policies.normalization import (
     NestedNormalizer,
     ObservationNormalizer,
@@ -41,7 +41,7 @@ class PolicyConfig:
         network: `auto`, `mlp`, `nature`, `impala`, an encoder class, or a dict from the path of an observation leaf to
             one of these; see `lightning_rl.policies.networks.make.make_encoder`.
         hidden_sizes: Layer widths of the MLP.
-        activation: Activation of the MLP: `tanh`, `relu`, `elu`, `gelu` or `silu`.
+        activation: Activation of the MLP.
         discrete_encoding: MLP input for `Discrete` and `MultiDiscrete`: `one_hot` vectors or a learned `embedding`.
         shared_encoder: Share one encoder between actor and critic. None does so for images unless critic_only is set.
         critic_only: Paths of parts of a `Dict` observation that only the critic sees: `goal`, `robot.mass`.
@@ -57,7 +57,7 @@ class PolicyConfig:
 
     network: Network = "auto"
     hidden_sizes: Sequence[int] = (64, 64)
-    activation: str = "tanh"
+    activation: Activation = "tanh"
     discrete_encoding: DiscreteEncoding = "one_hot"
     shared_encoder: bool | None = None
     critic_only: Sequence[str] | None = None

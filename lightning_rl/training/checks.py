@@ -33,7 +33,7 @@ from lightning_rl.options import changed
 from lightning_rl.policies.actor_critic import check_modes_agree
 from lightning_rl.policies.networks.make import network_to_plain_data
 from lightning_rl.spaces import differing, observation_dtype, space_to_dict
-from lightning_rl.training.metrics import histogram_loggers
+from lightning_rl.training.metrics import COLLECTED, OF_EPISODES, histogram_loggers
 from lightning_rl.training.optimizers import (
     SCHEDULER,
     AdaptiveLearningRate,
@@ -155,9 +155,7 @@ def refuse_automatic_optimization(trainer: Trainer) -> None:
     check(accumulated == 1, "trainer.accumulate_grad_batches", accumulated, expected)
 
 
-_OF_EPISODES = [f"episode_{name}{kind}" for name in ("return", "length") for kind in ("", "_min", "_max")]
-_COLLECTED = [f"rollout/{name}" for name in _OF_EPISODES]
-_EVALUATED = [f"val/{name}" for name in (*_OF_EPISODES, "episodes")]
+_EVALUATED = [f"val/{name}" for name in (*OF_EPISODES, "episodes")]
 _EVERY = re.compile(r"'every_n_train_steps': ([2-9]|\d{2,})")
 
 
@@ -188,7 +186,7 @@ def check_callbacks(trainer: Trainer, model: Any) -> None:  # noqa: ANN401 - an 
             check(not known, f"{field}.monitor", monitor, " or ".join(near or _EVALUATED))
             if near:
                 rank_zero_warn(f"{type(callback).__name__}: monitor={monitor!r}; did you mean {near[0]!r}?")
-        if monitor in _COLLECTED and isinstance(callback, EarlyStopping):
+        if monitor in COLLECTED and isinstance(callback, EarlyStopping):
             callback.strict = False  # it waits for the first episode, which may end in a later epoch
         expected = f"'max', since larger values of {monitor} are better"
         check(mode == "max" or not is_return, f"{field}.mode", mode, expected)

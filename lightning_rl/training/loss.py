@@ -204,13 +204,8 @@ class Loss:
 def _value_rows(
     values: Tensor, returns: Tensor, old_values: Tensor, clip_range: float | None, huber_delta: float | None
 ) -> Tensor:
-    def error(predictions: Tensor) -> Tensor:
-        if huber_delta is None:
-            return rl.value_loss(predictions, returns)
-        return rl.huber_value_loss(predictions, returns, huber_delta)
-
-    losses = error(values)
-    if clip_range is None:
-        return losses
-    change = (values - old_values).clamp(-clip_range, clip_range)
-    return torch.maximum(losses, error(old_values + change))
+    if clip_range is not None:
+        return rl.clipped_value_loss(values, returns, old_values, clip_range, huber_delta)
+    if huber_delta is not None:
+        return rl.huber_value_loss(values, returns, huber_delta)
+    return rl.value_loss(values, returns)

@@ -109,6 +109,8 @@ def _add_up(sums: dict[str, list[float]], values: Mapping[str, Sequence[float]])
         sums[name] = [functools.reduce(operator.add, map(float, some), total), count + len(some)]
 
 
+OF_EPISODES = [f"episode_{name}{kind}" for name in ("return", "length") for kind in ("", "_min", "_max")]
+COLLECTED = [f"rollout/{name}" for name in OF_EPISODES]
 _IN_PROGRESS_BAR = ("rollout/episode_return", "time/steps_per_second")
 
 
@@ -156,10 +158,17 @@ class RolloutMetrics(LogWindow):
         )
 
     def show_unlogged(self, trainer: Trainer) -> None:
-        """Show unlogged values to callbacks that monitor them, such as `EarlyStopping`; a collective call."""
+        """Show unlogged values to callbacks that monitor them, such as `EarlyStopping`; a collective call.
+
+        `ModelCheckpoint` gets NaN, the worst score, until an episode has ended; it would raise otherwise.
+        """
         if not self.is_empty:
             values = self.compute(_log_device(trainer.lightning_module))
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+        missing = {*COLLECTED} - trainer.callback_metrics.keys()
+        missing &= {getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks}
+        for name in missing - {getattr(callback, "monitor", None) for callback in trainer.early_stopping_callbacks}:
+            trainer.callback_metrics[name] = torch.tensor(torch.nan)
 
     def log_rest(self, model: Any) -> None:  # noqa: ANN401
         """Log an unfinished window at the end of a run."""

@@ -118,6 +118,11 @@ STEP_LR = "torch.optim.lr_scheduler.StepLR"
         ({"debug": {"check_numerics": "yes"}}, r"debug.check_numerics='yes' .* true or false"),
         ({"policy": {"activation": [0]}}, r"policy.activation=\[0\] is not valid: expected one of tanh, relu"),
         (
+            {"policy": {"activation": torch.nn.ReLU}},
+            r"policy.activation=.*ReLU'> .* expected one of tanh, relu",
+        ),
+        ({"policy": {"network": "nature"}}, r"policy.network='nature' .* expected a network for .* use mlp"),
+        (
             {"advantages": {"on_truncation": np.arange(2)}},
             r"advantages.on_truncation=array\(\[0, 1\]\) is not valid: expected one of bootstrap, terminal",
         ),

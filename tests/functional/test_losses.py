@@ -208,6 +208,22 @@ def test_huber_loss_is_quadratic_up_to_delta_and_linear_beyond() -> None:
     close(huber_value_loss(values, targets, 3.0), value_loss(values, targets).tolist())
 
 
+def test_gradient_at_the_end_of_a_clip_range_is_that_inside() -> None:
+    """PyTorch 2.14 changed the gradient of `clamp` there."""
+    same = torch.zeros(3, dtype=torch.float64)
+    advantages = torch.tensor([2.0, -2.0, 0.0], dtype=torch.float64)
+    close(gradient(lambda x: clipped_surrogate_loss(x, advantages, 0.0), same), [-2.0, 2.0, 0.0])
+    values = torch.tensor([0.5, -0.5, 0.25], dtype=torch.float64)
+    targets = torch.ones(3, dtype=torch.float64)
+    close(gradient(lambda x: clipped_value_loss(x, targets, same, 0.5), values), [-0.5, -1.5, -0.75])
+
+
+def test_clipped_value_loss_has_the_larger_of_two_huber_losses() -> None:
+    values, targets = torch.tensor([3.0, 3.0, 0.1], dtype=torch.float64), torch.tensor([0.0, 2.0, 0.0])
+    old_values, targets = torch.zeros(3, dtype=torch.float64), targets.double()
+    close(clipped_value_loss(values, targets, old_values, 0.5, huber_delta=1.0), [2.5, 1.0, 0.005])
+
+
 @pytest.mark.parametrize("dual_clip", [-1.0, 0.5, 1.0, float("nan")])
 def test_dual_clip_of_at_most_1_raises(dual_clip: float) -> None:
     with pytest.raises(ValueError, match=r"dual_clip is .*, expected a number > 1"):

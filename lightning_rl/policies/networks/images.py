@@ -40,8 +40,9 @@ class _ImageEncoder(nn.Module):
     def __init__(self, space: spaces.Space[Any], out_features: int) -> None:
         super().__init__()
         shape = space.shape or ()
-        expected = "an image of three dimensions for a convolutional network"
-        check(len(shape) == 3, "observation_space", space, expected)
+        name = type(self).__name__.removesuffix("Encoder").lower()
+        expected = f"a network for {space}, which is no image of three dimensions; use mlp"
+        check(len(shape) == 3, "policy.network", name, expected)
         self.channels_last, self.channels, self.height, self.width = image_layout(shape)
         self.scale = 1 / 255 if space.dtype == np.uint8 else 1.0
         self.out_features = out_features

@@ -17,6 +17,7 @@ from lightning_rl.nested import Nested, module_name, part_at, space_leaves
 from lightning_rl.validation import ConfigurationError, check, check_positive_int, is_list, is_one_of
 
 DiscreteEncoding = Literal["one_hot", "embedding"]
+Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh,
     "relu": nn.ReLU,

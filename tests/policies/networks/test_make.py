@@ -244,7 +244,7 @@ def test_encoder_that_needs_a_gpu_is_not_checked():
     ("space", "options", "message"),
     [
         (image_space(7, 7, 3), {"network": "nature"}, r"network='nature' .* at least 36x36 pixels, got 7x7"),
-        (spaces.Box(-1, 1, (3,)), {"network": "nature"}, r"observation_space=.*image of three dimensions"),
+        (spaces.Box(-1, 1, (3,)), {"network": "nature"}, r"policy.network=.*image of three dimensions"),
         (spaces.Box(-1, 1, (3,)), {"network": "resnet"}, r"network='resnet' .* expected auto, mlp, nature, impala"),
         (spaces.Box(-1, 1, (3,)), {"activation": "sigmoid"}, r"activation='sigmoid' .* expected one of tanh, relu"),
         (spaces.Box(-1, 1, (3,)), {"hidden_sizes": (64, 0)}, r"hidden_sizes=0 .* an integer of at least 1"),

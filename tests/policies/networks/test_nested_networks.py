@@ -78,7 +78,7 @@ def test_leaf_encoders_are_replaced_by_path():
     [
         (SENSORS, {"lens": "mlp"}, r"network=.* expected paths of leaves \(arm\.0, arm\.1, .*place\), got 'lens'"),
         (SENSORS, {"arm": "mlp"}, r"network=.* expected paths of leaves .*, got 'arm'"),
-        (SENSORS, {"place": "nature"}, r"observation_space=.*image of three dimensions"),
+        (SENSORS, {"place": "nature"}, r"policy.network=.*image of three dimensions"),
         (
             SENSORS,
             {"place": "large"},
