@@ -162,6 +162,7 @@ class Collector:
         if not self._started:
             self._put(-1, self.environments.reset())
             self._started = True
+        # The last row of one rollout is the first row of the next.
         self._put(0, map_leaves(itemgetter(-1), self.observations))
         self._views["valid"][:] = True
         self._views["failed"][:] = False
@@ -239,7 +240,7 @@ class Collector:
             self.generator.set_state(noise)
             taken = time.perf_counter() - begun
             self._seconds["policy"] += taken
-            self._seconds["env"] -= taken
+            self._seconds["env"] -= taken  # `environments.step`, which is timed, calls this method
         self._ahead = count, output
         return actions
 

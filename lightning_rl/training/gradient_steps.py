@@ -58,7 +58,8 @@ class GradientSteps:
         part: Half of the network that the current pass trains. None: both.
         rollback: Whether to undo a step after which the minibatch exceeds a limit of its loss.
         active_set: Index of the set of optimizers that the current phase uses.
-        num_sets: Number of sets of optimizers. Each set has one optimizer, or one for the actor and one for the critic.
+        num_sets: Number of sets of optimizers: 2 if the auxiliary phase of PPG has its own, else 1. Each set has one
+            optimizer, or one for the actor and one for the critic.
         failed_minibatch: First minibatch with a non-finite loss or gradient.
         norm_names: Names of the logged gradient norms before clipping, one per optimizer.
     """
