@@ -307,9 +307,8 @@ def import_class(field: str, class_path: str, base: type[Any] | tuple[type[Any],
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         near = difflib.get_close_matches(name, dir(sys.modules.get(module)), 1)
-        hint = f"; did you mean {module}.{near[0]}?" if near else ""
-        if is_loading():
-            hint = "; if the class was moved, its new path, or its own load_from_checkpoint to load a checkpoint"
+        hint = "; if the class was moved, its new path, or its own load_from_checkpoint to load a checkpoint"
+        hint = f"; did you mean {module}.{near[0]}?" if near else hint
         raise ConfigurationError(
             f"{field}={class_path!r} cannot be imported ({error}): expected package.module.Class in PYTHONPATH{hint}"
         ) from error

@@ -628,8 +628,6 @@ class OnPolicyAlgorithm(LightningModule):
 
     def on_fit_start(self) -> None:
         data, name = self.trainer.datamodule, type(self).__name__  # type: ignore[attr-defined]
-        if self._missing_callbacks():
-            raise ConfigurationError(f"{name}.configure_callbacks does not return the callbacks of super() as well")
         expected = "a parameter with requires_grad; model.unfreeze() sets it for all"
         check(any(x.requires_grad for x in self.parameters()), "model", f"{name}, frozen", expected)
         expected = f"{name}.on_load_checkpoint to call super(), which takes over the state of the run"
@@ -638,6 +636,8 @@ class OnPolicyAlgorithm(LightningModule):
             self.clock.env_steps_before_epochs = self.env_steps
         self.check_run(self.trainer, getattr(data, "rollout_shape", None))
         self.check_data(data)
+        if self._missing_callbacks():
+            raise ConfigurationError(f"{name}.configure_callbacks does not return the callbacks of super() as well")
 
     def on_train_start(self) -> None:
         _update_acting_policy(self)

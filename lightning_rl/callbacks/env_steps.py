@@ -253,7 +253,8 @@ class EnvStepCheckpoint(ModelCheckpoint):
             return
         if monitor.startswith("rollout/"):
             module.metrics.show_unlogged(trainer)  # the score of these rollouts, not of those before the last log
-            if monitor not in trainer.callback_metrics:  # no episode has ended
+            score = trainer.callback_metrics.get(monitor)
+            if score is None or score.isnan():  # no episode has ended
                 return
         # Private to Lightning 2.6, which would not save again before the next gradient step.
         self._due, self._last_global_step_saved = False, -1

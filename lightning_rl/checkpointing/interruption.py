@@ -79,9 +79,8 @@ class InterruptionGuard(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the folders of checkpoints, and replace Lightning's signal handlers until the end of the fit."""
         for callback in trainer.checkpoint_callbacks if trainer.is_global_zero else ():
-            folder = getattr(callback, "dirpath", None)
-            if folder is not None and "://" not in str(folder):
-                make_folder(f"trainer.callbacks: {type(callback).__name__}.dirpath", folder)
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath and "://" not in str(callback.dirpath):
+                make_folder(f"trainer.callbacks: {type(callback).__name__}.dirpath", callback.dirpath)
         if trainer.received_sigterm:  # since `setup`
             # Private to Lightning. Otherwise the run would end after this rollout, unsaved and with status 0.
             trainer._signal_connector.received_sigterm = False

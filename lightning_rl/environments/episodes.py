@@ -165,10 +165,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             options = options if self.first_options is None else {**self.first_options, **(options or {})}
         self.step_count = 0
         try:
-            outcome = self._reset_env(options)
-            if not (isinstance(outcome, tuple) and len(outcome) == 2):
-                raise Unexpected(f"returned {reprlib.repr(outcome)} in reset: expected (observation, info)")
-            observation, info = outcome
+            observation, info = self._reset_env(options)
             check_info(info)
             self._observation = observation = self._fit(observation)
         except BaseException as error:
@@ -187,13 +184,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         logged: Any = action if type(action) in _NUMBERS else map_leaves(np.copy, action)
         self.step_count += 1
         try:
-            outcome = self.env.step(action)
-            if len(outcome) != 5:
-                raise Unexpected(
-                    f"returned {len(outcome)} values in step: expected (observation, reward, terminated, truncated, "
-                    "info), as since Gym 0.26"
-                )
-            observation, reward, terminated, truncated, info = outcome
+            observation, reward, terminated, truncated, info = self.env.step(action)
             if type(reward) is not float:
                 reward = to_number(reward)
             if type(terminated) not in _FLAGS or type(truncated) not in _FLAGS:
@@ -324,7 +315,9 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             raise error
         if isinstance(error, Unexpected):
             raise self._failure(str(error)) from None
-        raise self._failure(f"raised in {where}: {summary(error)}") from error
+        is_old = isinstance(error, ValueError) and "values to unpack (expected" in str(error)
+        hint = "; since Gym 0.26, reset returns (observation, info) and step returns five values" if is_old else ""
+        raise self._failure(f"raised in {where}: {summary(error)}{hint}") from error
 
     def _failure(self, what: str) -> EnvironmentFailure:
         seed = derive_seed(self.stream_seed, self.episode)

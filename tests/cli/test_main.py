@@ -398,7 +398,7 @@ def test_small_policies_use_one_thread_by_default():
     main(["fit", *SMALL, "--trainer.fast_dev_run=true"])
     assert torch.get_num_threads() == 1
     torch.set_num_threads(2)
-    main(["fit", *SMALL, "--trainer.fast_dev_run=true", "--model.policy.hidden_sizes=[300,300]"])
+    main(["fit", *SMALL, "--trainer.fast_dev_run=true", "--model.policy.hidden_sizes=[600,600]"])
     assert torch.get_num_threads() == 2
 
 

@@ -82,7 +82,7 @@ def play(env_id="Given", steps=1, **options):
 @pytest.mark.parametrize(
     ("env_id", "kwargs", "step", "what"),
     [
-        ("Given", {"step": (np.zeros(3, np.float32), 1.0, True, {})}, 1, r"step: ValueError: not enough .* got 4\)"),
+        ("Given", {"step": (np.zeros(3, np.float32), 1.0, True, {})}, 1, r"step: .* got 4\); since Gym 0.26, reset"),
         (
             "GivenLimited",
             {"step": (np.zeros(3, np.float32), 1.0, True, {})},

@@ -422,43 +422,6 @@ def test_invalid_reward_of_a_repeated_action_is_named(options):
         environments.step(repeats if "learned_action_repeat" in options else np.zeros(1, np.int64))
 
 
-class OldInterface(gymnasium.Env):
-    """Has the interface of Gym 0.25, in `reset` or in `step`."""
-
-    observation_space = gymnasium.spaces.Box(-1, 1, (2,))
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self, method):
-        self.method = method
-
-    def reset(self, *, seed=None, options=None):
-        observation = np.zeros(2, np.float32)
-        return observation if self.method == "reset" else (observation, {})
-
-    def step(self, action):
-        return np.zeros(2, np.float32), 0.0, False, {}
-
-
-gymnasium.register("Probe/OldInterface-v0", OldInterface, disable_env_checker=True)
-
-
-@pytest.mark.parametrize("backend", ["sync", "async"])
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ("reset", r"returned array\(\[0., 0.\].* in reset: expected \(observation, info\)$"),
-        ("step", r"returned 4 values in step: expected \(observation, reward, terminated, truncated, info\)"),
-    ],
-)
-def test_interface_of_old_gym_is_named(method, message, backend):
-    environments = make_batch("Probe/OldInterface-v0", 2, backend=backend, method=method)
-    with pytest.raises(EnvironmentFailure, match=message):
-        for _ in range(2):
-            environments.reset()
-            environments.step(np.zeros(2, np.int64))
-    environments.close()
-
-
 @pytest.mark.parametrize("backend", ["sync", "async"])
 def test_wrong_shape_from_a_reset_is_named(backend):
     error, step, _ = run_until_failure(failing("few observation", at=0, backend=backend))
