@@ -22,8 +22,8 @@ from zoo import CONFIGS, environment
 DOCS = HERE.parent / "docs"
 BEGIN, END = "<!-- scores -->\n", "<!-- end of scores -->"
 _NOTE = """\
-The final checkpoint, 100 episodes for each seed with the mode of the policy and raw rewards. Every seed and the command
-for each are in the [benchmarks](../../benchmarks/README.md).
+Each score is the mean return of the final checkpoint over 100 episodes per seed, with the most likely actions and raw
+rewards. The scores of all seeds, and their commands, are in the [benchmarks](../../benchmarks/README.md).
 """
 
 
@@ -72,7 +72,7 @@ def logged(found: dict[str, list[dict[str, Any]]]) -> str:
     for name, runs in sorted(found.items()):
         for key in [key for key in runs[0]["curve"] if not key.endswith("episode_return")]:
             ends = (f"{rows[0][1]:.3g} to {rows[-1][1]:.3g}" for rows in (run["curve"][key] for run in runs))
-            lines.append(f"`{key}` of `{name}`, first logged to last, each seed: {', '.join(ends)}.\n")
+            lines.append(f"`{key}` of `{name}`, at the first and the last log of each seed: {', '.join(ends)}.\n")
     return "".join(lines)
 
 
