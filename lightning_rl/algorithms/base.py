@@ -118,7 +118,7 @@ class OnPolicyAlgorithm(LightningModule):
         advantages: How advantages and value targets are computed.
         normalization: Running normalization of observations, rewards and values.
         debug: Checks, histograms and the choice of code paths.
-        **unknown: Unknown options; the error has similar names.
+        **unknown: Unknown options raise an error that suggests similar names.
 
     Attributes:
         options: All options as plain data, by full names such as `optimizer.max_grad_norm`.
@@ -157,7 +157,7 @@ class OnPolicyAlgorithm(LightningModule):
         advantages: AdvantageOptions = AdvantageConfig(),
         normalization: NormalizationOptions = NormalizationConfig(),
         debug: DebugOptions = DebugConfig(),
-        **unknown: Any,  # noqa: ANN401 - what no class between this one and that of the algorithm has taken
+        **unknown: Any,  # noqa: ANN401 - options that no subclass takes
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -734,15 +734,15 @@ class OnPolicyAlgorithm(LightningModule):
         `kwargs` change options; a dict changes single options of a stored group.
 
         Raises:
-            ConfigurationError: The file is damaged or no checkpoint of this package in its format, or a class in it is
-                not trusted, cannot be imported or is not what its field expects.
+            ConfigurationError: The file is damaged, or no checkpoint of this package in its format, or a class in
+                it is not trusted, cannot be imported or is not what its field expects.
         """
         check(hparams_file is None, "hparams_file", hparams_file, "None; the checkpoint has all options")
         loaded: Self = from_checkpoint(cls, checkpoint_path, map_location, strict, weights_only, trust, kwargs)
         return loaded
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # What a checkpoint restored is still needed until training starts.
+        # Restored state is kept until training starts.
         checkpoint[CHECKPOINT_KEY] = run_state(self) | self.restored
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

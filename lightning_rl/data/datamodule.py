@@ -91,7 +91,7 @@ class OnDemandLoader(Generic[T]):
 
 
 class RolloutDataModule(LightningDataModule):
-    """Owns the environments and yields on-policy batches.
+    """Owns the environments and yields rollouts and evaluation episodes.
 
     One training batch is one `Rollout` of `rollout_length` steps in each of `num_envs` environments. The rollout is
     collected with the current parameters when the Trainer fetches it, or by asynchronous `actors` with earlier ones.
@@ -111,7 +111,7 @@ class RolloutDataModule(LightningDataModule):
         env: Options of the environments. A dict changes single fields of the default.
         actors: Options of asynchronous actors, also as a dict.
         evaluation: Options of validation, test and prediction, also as a dict.
-        info_keys: Keys of `info` whose numbers are logged as `rollout/<key>`, averaged over a rollout.
+        info_keys: Keys of `info` whose numbers are logged as `rollout/<key>`, their mean.
         seed: Seed of environments and actions. None takes the seed of `seed_everything`, or a random one.
     """
 

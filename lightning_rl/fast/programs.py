@@ -340,8 +340,8 @@ class Replay:
 
     A CUDA graph reads and writes fixed memory, so the inputs that differ between calls are copied to where they were
     when it was recorded. There is one graph for each shape of these inputs and each place of the others. The first such
-    call runs the program itself, which may still choose its kernels. The next call may overwrite the first
-    `num_overwritten` results. On other devices the program runs as it is.
+    call runs the program itself, which may still choose its kernels. Each call may overwrite the first
+    `num_overwritten` results of the call before. On other devices the program runs as it is.
     """
 
     device_type = "cuda"

@@ -2,8 +2,8 @@
 
 The functions take and return tensors and depend on torch only. `returns` computes targets without gradient; `losses`
 computes differentiable losses. Functions that take several tensors or coefficients raise a `ValueError` if shapes do
-not match or a Python number is out of range. They never wait for a GPU, because they do not read tensor values; only
-`better_half` with weights does.
+not match or a Python number is out of range. No function reads tensor values, so none waits for a GPU, except
+`better_half` with weights.
 """
 
 from lightning_rl.functional.losses import (

@@ -31,7 +31,7 @@ from lightning_rl.functional._checks import computation_dtype
 
 
 class VTraceReturns(NamedTuple):
-    """Value targets `vs` and policy-gradient advantages, times the clipped importance ratio; both `[T, B, ...]`."""
+    """Value targets `vs`, and advantages multiplied by the clipped importance ratio; both `[T, B, ...]`."""
 
     targets: Tensor
     advantages: Tensor
@@ -175,7 +175,7 @@ def vtrace(
         discounts: As in `gae`.
         traces: As in `gae`.
         clip_rho: Maximum importance ratio in temporal differences; it determines the policy whose values are the fixed
-            point. None disables clipping, for all three.
+            point. None disables this bound, also of the next two.
         clip_c: Maximum importance ratio in traces; it affects the speed of convergence, not the fixed point.
         clip_pg_rho: Maximum importance ratio in advantages.
         leak: Weight of the unclipped importance ratio: 0 is V-trace, 1 disables all clipping.

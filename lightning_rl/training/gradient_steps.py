@@ -182,7 +182,7 @@ class GradientSteps:
             self.part = None
 
     def take(self, loss_of: Callable[[Any], Loss], batch: Any) -> None:  # noqa: ANN401 - what the loss takes
-        """Take one gradient step down a loss method, unless it is not finite or the updates were stopped."""
+        """Take one gradient step on the loss of a method, unless it is not finite or the updates were stopped."""
         record = self.record
         record.next_minibatch()
         name = getattr(loss_of, "__name__", "loss")

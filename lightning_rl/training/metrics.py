@@ -38,8 +38,8 @@ def _over_ranks(values: Sequence[float], operation: Literal["sum", "max"], devic
 class LogWindow:
     """Statistics of all rollouts since the last log, which began at `since` environment steps, over all ranks.
 
-    `means` and `counts` have sum and number of the values of each logged name, `maxima` the largest value, or for a
-    minimum the smallest value with the opposite sign.
+    `means` and `counts` map each logged name to the sum and the number of its values, `maxima` to the largest value, or
+    for a minimum to the smallest value with the opposite sign.
     """
 
     def __init__(self) -> None:
