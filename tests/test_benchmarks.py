@@ -231,7 +231,7 @@ def test_section_of_scores_says_how_far_seeds_are_apart(tmp_path):
     text = pages.section("ppo", tmp_path)
     assert text.splitlines()[2].endswith("| CartPole-v1 | 1,002 | 475 | 450.0 | 3 | 400.0 to 500.0 |")
     ends = "512 to 0.5, 512 to 1.5, 512 to 2.5"
-    assert f"\n`train/value_loss` of `ppo/cartpole`, first logged to last, each seed: {ends}.\n" in text
+    assert f"\n`train/value_loss` of `ppo/cartpole`, at the first and the last log of each seed: {ends}.\n" in text
     assert "episode_return" not in text
     assert pages.section("a2c", tmp_path) == "Not run to a score: [`a2c/cartpole`](../../configs/a2c/cartpole.yaml).\n"
 

@@ -63,7 +63,7 @@ class EnvConfig:
             failed step is not learned from. Four failures without a completed step in between end the run.
         imports: Modules that register environments, imported also in worker processes.
         max_episode_steps: Truncate episodes after this many steps of the environment; replaces the registered limit.
-        action_repeat: Number of environment steps per action; a step returns the sum of their rewards (`sync` and
+        action_repeat: Number of simulator steps per action; a step returns the sum of their rewards (`sync` and
             `async` only; Atari games have `env.atari.frame_skip`).
         learned_action_repeat: Maximum number of repeats that the policy chooses for each action (`sync` and `async`
             only). Actions become a `Dict` of `action` and `repeat`, a step returns the sum of rewards, and the next
