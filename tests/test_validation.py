@@ -93,6 +93,11 @@ def test_misspelled_class_gets_a_suggestion():
         import_class("field", "json.JSONEncodr", object)
 
 
+def test_class_of_a_missing_module_gets_no_suggestion():
+    with pytest.raises(ConfigurationError, match=r"in PYTHONPATH; if the class was moved"):
+        import_class("field", "no.such.init", object)
+
+
 def test_path_of_no_class_is_refused():
     with pytest.raises(ConfigurationError, match=r"^field='os.path.join' is not valid: expected the path"):
         import_class("field", "os.path.join", object)
