@@ -37,17 +37,19 @@ def parameters_of(cls: type) -> Iterator[inspect.Parameter]:
             yield from inspect.signature(base).parameters.values()
 
 
-def constructor_arguments(instance: object) -> dict[str, Any]:
-    """Return the arguments of an instance's running constructors; the most derived class has precedence."""
+def constructor_arguments(instance: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of an instance's running constructors, as given, and as passed on to the bases."""
     # On the command line, `save_hyperparameters` leaves out options that a subclass sets for its base class.
-    found: dict[str, Any] = {}
+    given: dict[str, Any] = {}
+    passed: dict[str, Any] = {}
     frame = inspect.currentframe()
     while frame is not None:
         names, _, keywords, values = inspect.getargvalues(frame)
         if frame.f_code.co_name == "__init__" and names and values.get(names[0]) is instance:
-            found |= {name: values[name] for name in names[1:]} | (values[keywords] if keywords else {})
+            own = {name: values[name] for name in names[1:]} | (values[keywords] if keywords else {})
+            given, passed = given | own, own | passed
         frame = frame.f_back
-    return found
+    return given, passed
 
 
 def defaults_of(cls: type) -> dict[str, Any]:

@@ -164,17 +164,9 @@ class OnPolicyAlgorithm(LightningModule):
         refuse_unknown_options(type(self), unknown)
         self.save_hyperparameters()
         groups = default_groups(type(self))
-        options = self.options = plain_options(flat(constructor_arguments(self), groups))
-        self.save_hyperparameters(nested(options))
-        self.take_options(
-            learning_rate=learning_rate,
-            gamma=gamma,
-            policy=policy,
-            optimizer=optimizer,
-            advantages=advantages,
-            normalization=normalization,
-            debug=debug,
-        )
+        given, options = (plain_options(flat(x, groups)) for x in constructor_arguments(self))
+        self.options = options
+        self.save_hyperparameters(nested(given))
         shipped = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("lightning_rl."))
         types, defaults = types_of(shipped, include_extras=True), flat(defaults_of(type(self)), groups)
         check_options(options, types, self.without_effect, defaults)
@@ -343,10 +335,6 @@ class OnPolicyAlgorithm(LightningModule):
             message = f"scheduled({name!r}, ...) needs the base class: call super().__init__(...) before it"
             raise ConfigurationError(message)
         return self.schedules.add(name, value, owner, option, **bounds)
-
-    def take_options(self, **given: Any) -> None:  # noqa: ANN401 - parameters of a constructor
-        """Store the arguments of a constructor in `options`: a subclass may have passed other values than it got."""
-        self.options |= plain_options(flat(given, default_groups(type(self))))
 
     def policy_options(self) -> dict[str, Any]:
         return {name: self.options[option] for name, option in POLICY_OPTIONS.items()}

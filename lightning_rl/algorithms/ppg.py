@@ -105,7 +105,6 @@ class PPG(PPO):
     """
 
     policy: AuxiliaryActorCritic
-    _in_auxiliary_phase = False
 
     def __init__(
         self,
@@ -188,18 +187,14 @@ class PPG(PPO):
 
     def auxiliary_phase(self) -> None:
         """Learn to predict the stored value targets without changing the action distributions."""
-        self._in_auxiliary_phase = True
-        try:
-            with self.steps.phase("aux_", self.aux_learning_rate_scale):
-                self.store_distributions()
-                for _ in range(self.num_aux_epochs):
-                    for minibatch in self.auxiliary_minibatches():
-                        self.descend(self.auxiliary_loss, minibatch)
-                        if self.steps.stopped:
-                            return
-                self.observe_divergence()
-        finally:
-            self._in_auxiliary_phase = False
+        with self.steps.phase("aux_", self.aux_learning_rate_scale):
+            self.store_distributions()
+            for _ in range(self.num_aux_epochs):
+                for minibatch in self.auxiliary_minibatches():
+                    self.descend(self.auxiliary_loss, minibatch)
+                    if self.steps.stopped:
+                        return
+            self.observe_divergence()
 
     def auxiliary_loss(self, batch: Batch) -> Loss:
         """Return the joint loss and the value loss over a minibatch."""
@@ -229,7 +224,7 @@ class PPG(PPO):
 
     def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
         """Return the parameters that a gradient step does not change: in the policy phase also the auxiliary head."""
-        if self._in_auxiliary_phase:
+        if self.steps.record.prefix:  # in the auxiliary phase
             return []
         if self.steps.is_warming_up:
             return super().frozen_parameters(part)

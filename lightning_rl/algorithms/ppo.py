@@ -71,14 +71,6 @@ class PPO(OnPolicyAlgorithm):
         **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, advantages=advantages, **kwargs)
-        self.take_options(
-            num_epochs=num_epochs,
-            num_minibatches=num_minibatches,
-            minibatch_size=minibatch_size,
-            value_coef=value_coef,
-            target_kl=target_kl,
-            clipping=clipping,
-        )
         self.num_epochs = num_epochs
         self.num_minibatches, self.minibatch_size = num_minibatches, minibatch_size
         if minibatch_size is None:

@@ -167,11 +167,7 @@ class ActorSetup:
         torch.set_default_dtype(dtype)  # as the Trainer's precision plugin does
         sampler = copy.copy(self.sampler)
         sampler.starts = 0
-        try:
-            sampler.start(self.seed_of(actor, first), 0, torch.device("cpu"), dtype)
-        except BaseException:
-            sampler.close()
-            raise
+        sampler.start(self.seed_of(actor, first), 0, torch.device("cpu"), dtype)
         return sampler
 
 

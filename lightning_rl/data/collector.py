@@ -29,7 +29,7 @@ from lightning_rl.environments.contract import LIFE_LOST, SAMPLING, TRAINING, En
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, map_stacked
 from lightning_rl.policies.interface import Policy, PolicyOutput, as_recurrent, tensor_conversion, to_environment
 from lightning_rl.policies.recurrent import RecurrentState
-from lightning_rl.policies.values import Finals, estimate
+from lightning_rl.policies.values import Finals, estimate_values, log_probs_of
 from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
 from lightning_rl.spaces import observation_dtype
 
@@ -383,9 +383,11 @@ class Collector:
         finals = self._final_observations()
         observations, stored = _to_device(self._observed, device), _to_device(self._stored, device)
         actions = self._acted["actions"]
-        estimates = estimate(
-            *(policy, observations, actions, self._acted.get("log_probs"), self._acted.get("values")),
-            *(stored["terminated"], finals, self.memory.state),
+        log_probs = self._acted.get("log_probs")
+        if log_probs is None:
+            log_probs = log_probs_of(policy, observations, actions)
+        values, next_values = estimate_values(
+            policy, observations, self._acted.get("values"), stored["terminated"], finals, self.memory.state
         )
         rollout = Rollout(
             observations=observations,
@@ -394,7 +396,9 @@ class Collector:
             terminated=stored["terminated"],
             truncated=stored["truncated"],
             valid=None if bool(stored["valid"].all()) else stored["valid"],
-            **estimates._asdict(),
+            log_probs=log_probs,
+            values=values,
+            next_values=next_values,
             final_indices=finals.indices,
             final_observations=finals.observations,
             starts=torch.from_numpy(starts),

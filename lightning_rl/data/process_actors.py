@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from typing import Any, cast
@@ -34,7 +34,7 @@ from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.contract import EnvSettings, Failure
 from lightning_rl.environments.workers import kill, live_with_parent, none_left_on_failure, signals_waiting
 from lightning_rl.policies.actor_critic import copy_to_cpu
-from lightning_rl.policies.interface import Policy, PolicyOutput
+from lightning_rl.policies.interface import Policy
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import ConfigurationError
 
@@ -75,15 +75,12 @@ class SharedWeights:
             return int(self._version)
 
 
-def act_unless(stopped: Tensor, act: Callable[..., PolicyOutput], *args: Any, **kwargs: Any) -> PolicyOutput:  # noqa: ANN401
-    """Call `act`, or raise `_Stopped` if the learner has set `stopped`."""
+@contextlib.contextmanager
+def exits_if(stopped: Tensor, _: str) -> Iterator[None]:
+    """Do what is inside, a part of a step, unless the learner has set `stopped`: it needs no more rollouts."""
     if stopped:
-        raise _Stopped
-    return act(*args, **kwargs)
-
-
-class _Stopped(Exception):
-    """The learner needs no more rollouts."""
+        raise SystemExit
+    yield
 
 
 def run_actor(
@@ -100,13 +97,10 @@ def run_actor(
     try:
         policy = cast(Policy, module.requires_grad_(False))
         with contextlib.closing(setup.start_sampler(module, actor)) as sampler:
-            # A stopped rollout ends at its next step. The instance is changed, not the class, which others may use.
-            vars(policy)["act"] = functools.partial(act_unless, stopped, policy.act)
             for settings in requests:
                 sampler.set_env_settings(settings)
-                results.put(pack(sampler.collect(policy, weights.read(module)), actor))
-    except _Stopped:
-        pass
+                rollout = sampler.collect(policy, weights.read(module), functools.partial(exits_if, stopped))
+                results.put(pack(rollout, actor))
     except Exception as error:
         results.put(Failure.of(error))
         for _ in requests:  # until the learner has received the failure and ends the requests

@@ -175,10 +175,10 @@ class RecordedEpisodes(RolloutDataModule):
         drawn = torch.randint(len(self._steps["rewards"]), shape, generator=torch.Generator().manual_seed(seed))
         dtypes = map_space(lambda leaf: observation_dtype(leaf, dtype), self.observation_space)
 
-        def rows(x: Any) -> Tensor:  # noqa: ANN401
-            return torch.from_numpy(np.asarray(x[drawn.numpy()]))
+        def rows(x: Any, dtype: Any = None) -> Tensor:  # noqa: ANN401
+            return torch.from_numpy(np.asarray(x[drawn.numpy()], dtype))
 
-        observations = map_leaves(lambda dtype, x: rows(x.astype(dtype)), dtypes, self._steps["observations"])
+        observations = map_leaves(lambda dtype, x: rows(x, dtype), dtypes, self._steps["observations"])
         float_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         zeros, never = torch.zeros(shape, dtype=float_dtype), torch.zeros(shape, dtype=torch.bool)
         return Rollout(

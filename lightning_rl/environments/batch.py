@@ -505,14 +505,12 @@ class EnvironmentBatch:
                 environments: Any = self._base.recorded()
             else:
                 environments = to_tensors(self._base.state_dict(), "environment.own")
-        resets_next = torch.zeros(self.num_envs, dtype=torch.bool)
-        if self._resets_next is not None:
-            resets_next.numpy()[:] = self._resets_next
+        resets_next = np.zeros(self.num_envs, bool) if self._resets_next is None else self._resets_next.copy()
         return {
             "kind": self._kind_of_state,
             "environments": environments,
             "wrappers": [wrapper.state_dict() for wrapper in self._histories],
-            "resets_next": resets_next,
+            "resets_next": torch.from_numpy(resets_next),
             **self._tracker.state_dict(),
         }
 

@@ -109,7 +109,10 @@ class WorkerPool(EnvironmentPool):
     def ask(self, messages: Mapping[int, Message]) -> list[Any]:
         """Send messages to workers and return their answers in the same order; None for a lost worker."""
         with self._guarded():
-            return self._ask(messages)
+            self._answers(self._ahead)  # discards steps of an interrupted rollout
+            self._ahead = range(0)
+            self._send(messages)
+            return self._answers(list(messages))
 
     def replace(self, index: int) -> tuple[Any, dict[str, Any]]:
         """Replace a lost worker and begin the next episode of its stream; return first observation and `info`.
@@ -198,12 +201,6 @@ class WorkerPool(EnvironmentPool):
         except BaseException:
             self.close(terminate=True)
             raise
-
-    def _ask(self, messages: Mapping[int, Message]) -> list[Any]:
-        self._answers(self._ahead)  # discards steps of an interrupted rollout
-        self._ahead = range(0)
-        self._send(messages)
-        return self._answers(list(messages))
 
     def _send(self, messages: Mapping[int, Message]) -> None:
         for index, message in messages.items():

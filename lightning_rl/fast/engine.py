@@ -94,12 +94,9 @@ class FastEngine:
     def backward(self, model: LightningModule, total: Tensor) -> None:
         """Compute the gradient of the last loss."""
         if self._gradients is None:
-            self.use_autograd(model, total)
+            total.backward()  # type: ignore[no-untyped-call]
         for parameter, gradient in self._gradients or ():
             parameter.grad = gradient
-
-    def use_autograd(self, model: Any, total: Tensor) -> None:  # noqa: ANN401
-        total.backward()  # type: ignore[no-untyped-call]
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Return all gradients of an optimizer; `FlatAdam` has one tensor per parameter group."""
@@ -256,7 +253,8 @@ class CompiledEngine(FastEngine):
         capture = self.captures[key]
         capture.compute = compute
         if isinstance(batch, Batch):
-            batch = self._with_tensor_as_weight(batch)
+            weight, batch = self._scalar("weight", batch.weight), batch.replace()
+            batch.weight = cast(Any, weight)
         try:
             with self._tensors_as_scheduled_options():
                 loss = capture(batch)
@@ -331,12 +329,6 @@ class CompiledEngine(FastEngine):
         if value != before:
             self._scalars[key] = tensor.fill_(value), value
         return tensor
-
-    def _with_tensor_as_weight(self, batch: Batch) -> Batch:
-        weight, normalized = self._scalar("weight", batch.weight), batch.is_normalized
-        batch = batch.replace()
-        batch.weight, batch.is_normalized = cast(Any, weight), normalized
-        return batch
 
     @contextmanager
     def _tensors_as_scheduled_options(self) -> Iterator[None]:

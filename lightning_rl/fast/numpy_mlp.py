@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeGuard, cast
 
@@ -162,7 +163,7 @@ def log_std(policy: ActorCritic) -> list[nn.Parameter]:
     """Return the state-independent `log_std` parameter in a list; an empty list if there is none."""
     head = policy.action_head
     parameter = getattr(head, "log_std", None)
-    return [parameter] if isinstance(parameter, nn.Parameter) and head.log_limits == [None, None] else []
+    return [parameter] if isinstance(parameter, nn.Parameter) and head.log_limits == (-math.inf, math.inf) else []
 
 
 def tanh_parameters(encoder: nn.Module | None) -> list[nn.Parameter] | None:

@@ -244,15 +244,16 @@ class ActorCritic(nn.Module):
 
     def _features(self, observations: Nested, sequences: Sequences | None) -> tuple[Tensor, Tensor]:
         if self.memory is None:
-            return self._encode_for_both(self.prepare_observations(observations))
+            x = self.prepare_observations(observations)
+            features = self._encode_for_actor(x)
+            return features, features if self.critic_encoder is None else self._encode(self.critic_encoder, x)
         sequences = _required(sequences, "sequences")
         memory = sequences.memory
         if sequences.burn_in is not None:
             with torch.no_grad():
-                burn_in = sequences.burn_in
-                _, _, memory = self._run_cores(sequences.burn_in_observations, burn_in.segments, burn_in.memory)
-        features, value_features, _ = self._run_cores(observations, sequences.padded_segments, memory)
-        return features, value_features
+                x, burn_in = self.prepare_observations(sequences.burn_in_observations), sequences.burn_in
+                memory = self._run_cores(x, burn_in.segments, burn_in.memory)[2]
+        return self._run_cores(self.prepare_observations(observations), sequences.padded_segments, memory)[:2]
 
     def _acting_features(self, x: Nested, memory: Nested | None) -> tuple[Tensor, Tensor | None, Nested | None]:
         """Return features of one step for actor and critic, and the next recurrent state.
@@ -260,33 +261,24 @@ class ActorCritic(nn.Module):
         The critic's features are None if `memory` lacks the state of the critic's core; without recurrent cores, if the
         critic has its own encoder.
         """
+        if self.actor_core is not None:
+            return self._run_cores(x, None, _required(memory, "memory"))
         encoded = self._encode_for_actor(x)
-        if self.actor_core is None:
-            return encoded, encoded if self.critic_encoder is None else None, None
-        memory = _required(memory, "memory")
-        features, actor = self.actor_core.step(encoded, memory["actor"])
+        return encoded, encoded if self.critic_encoder is None else None, None
+
+    def _run_cores(self, x: Nested, segments: Segments | None, memory: Nested) -> tuple[Tensor, Any, Nested]:
+        """Return features for actor and critic, and the next state, after one step or after `segments`."""
+        assert self.actor_core is not None
+        encoded, after = self._encode_for_actor(x), {}
+        features, after["actor"] = self.actor_core.run(encoded, segments, memory["actor"])
         if self.critic_core is None:
-            return features, features, {"actor": actor}
+            return features, features, after
         if "critic" not in memory:
-            return features, None, {"actor": actor}
+            return features, None, after
         if self.critic_encoder is not None:
             encoded = self._encode(self.critic_encoder, x)
-        value_features, critic = self.critic_core.step(encoded, memory["critic"])
-        return features, value_features, {"actor": actor, "critic": critic}
-
-    def _run_cores(self, observations: Nested, segments: Segments, memory: Nested) -> tuple[Tensor, Tensor, Nested]:
-        assert self.actor_core is not None
-        features, value_features = self._encode_for_both(self.prepare_observations(observations))
-        after: dict[str, Nested] = {}
-        actor, after["actor"] = self.actor_core(features, segments, memory["actor"])
-        if self.critic_core is None:
-            return actor, actor, after
-        critic, after["critic"] = self.critic_core(value_features, segments, memory["critic"])
-        return actor, critic, after
-
-    def _encode_for_both(self, x: Nested) -> tuple[Tensor, Tensor]:
-        features = self._encode_for_actor(x)
-        return features, features if self.critic_encoder is None else self._encode(self.critic_encoder, x)
+        value_features, after["critic"] = self.critic_core.run(encoded, segments, memory["critic"])
+        return features, value_features, after
 
     def _encode_for_actor(self, observations: Nested) -> Tensor:
         if self.critic_only:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import pad
 
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_stacked
 from lightning_rl.options import changed
@@ -106,19 +107,19 @@ class RecurrentCore(nn.Module):
         zeros = self._weights()[0][0].new_zeros(batch_size, self.num_layers, self.out_features)
         return (zeros, zeros.clone()) if self.is_lstm else zeros
 
+    def run(self, features: Tensor, segments: Segments | None, memory: Nested) -> tuple[Tensor, Nested]:
+        """Unroll `segments`, or take one step without them."""
+        return self.step(features, memory) if segments is None else self(features, segments, memory)
+
     def step(self, features: Tensor, state: Nested) -> tuple[Tensor, Nested]:
         """Return outputs `[B, hidden]` and next state for features `[B, f]`."""
         with torch.autocast(features.device.type, enabled=False):
-            x = features
+            x, cell = features, torch.lstm_cell if self.is_lstm else torch.gru_cell
             new_states: list[Nested] = []
             for layer, weights in enumerate(self._weights()):
-                x = x.to(weights[0].dtype)
-                if self.is_lstm:
-                    new_states.append(torch.lstm_cell(x, [part[:, layer] for part in state], *weights))
-                    x = new_states[-1][0]
-                else:
-                    x = torch.gru_cell(x, state[:, layer], *weights)
-                    new_states.append(x)
+                before = map_leaves(lambda x, k=layer: x[:, k], state)
+                new_states.append(cell(x.to(weights[0].dtype), before, *weights))
+                x = first_leaf(new_states[-1])
             return x, map_leaves(lambda *parts: torch.stack(parts, 1), *new_states)
 
     def forward(self, features: Tensor, segments: Segments, memory: Nested) -> tuple[Tensor, Nested]:
@@ -135,7 +136,7 @@ class RecurrentCore(nn.Module):
             state = map_leaves(
                 lambda m: torch.where(segments.fresh, 0, m[segments.sequence]).transpose(0, 1).contiguous(), memory
             )
-            unroll = self._unroll_packed if x.is_cuda else self._unroll_in_runs
+            unroll = self._unroll_packed if x.is_cuda and hasattr(self, "rnn") else self._unroll_in_runs
             outputs, state = unroll(x, segments, state, weights)
             which, sequence = segments.last
             after = map_leaves(lambda m, new: m.index_copy(0, sequence, new[:, which].transpose(0, 1)), memory, state)
@@ -148,11 +149,7 @@ class RecurrentCore(nn.Module):
         self, x: Tensor, segments: Segments, state: Nested, weights: list[Tensor]
     ) -> tuple[Tensor, Nested]:
         """Unroll in one call of cuDNN, with decreasing batch sizes."""
-        shape = (True, self.num_layers, 0.0, torch.is_grad_enabled(), False)
-        if self.is_lstm:
-            outputs, h, c = torch.lstm(x, segments.batch_sizes, state, weights, *shape)
-            return outputs, (h, c)
-        return torch.gru(x, segments.batch_sizes, state, weights, *shape)
+        return self._run(x, segments.batch_sizes, state, weights)
 
     def _unroll_in_runs(
         self, x: Tensor, segments: Segments, state: Nested, weights: list[Tensor]
@@ -169,11 +166,12 @@ class RecurrentCore(nn.Module):
         return torch.cat(outputs), states
 
     def _unroll_run(self, steps: Tensor, state: Nested, weights: list[Tensor]) -> tuple[Tensor, Nested]:
-        shape = (True, self.num_layers, 0.0, torch.is_grad_enabled(), False, False)
-        if self.is_lstm:
-            output, h, c = torch.lstm(steps, state, weights, *shape)
-            return output, (h, c)
-        return torch.gru(steps, state, weights, *shape)
+        return self._run(steps, state, weights, batch_first=(False,))
+
+    def _run(self, *inputs: Any, batch_first: tuple[bool, ...] = ()) -> tuple[Tensor, Nested]:  # noqa: ANN401
+        run: Any = torch.lstm if self.is_lstm else torch.gru
+        outputs, *state = run(*inputs, True, self.num_layers, 0.0, torch.is_grad_enabled(), False, *batch_first)
+        return outputs, tuple(state) if self.is_lstm else state[0]
 
 
 class MinGRU(nn.Module):
@@ -301,11 +299,6 @@ class CellCore(RecurrentCore):
         outputs, state = self._compute(steps, state.transpose(0, 1))
         return outputs, state.transpose(0, 1)
 
-    def _unroll_packed(
-        self, x: Tensor, segments: Segments, state: Nested, weights: list[Tensor]
-    ) -> tuple[Tensor, Nested]:
-        return self._unroll_in_runs(x, segments, state, weights)
-
 
 def make_core(in_features: int, options: MemoryOptions) -> RecurrentCore:
     """Return the recurrent core of a kind."""
@@ -379,14 +372,8 @@ class RecurrentState:
 
     def load_state_dict(self, state: Nested | None, exact: Array, device: torch.device) -> None:
         """Restore a state; environments that are new or not `exact`, `[B]`, get the initial state."""
-        if state is None:
-            self.state = None
-            return
 
         def load(stored: Tensor) -> Tensor:
-            own = torch.zeros(len(exact), *stored.shape[1:], dtype=stored.dtype)
-            count = min(len(stored), len(exact))
-            own[:count] = stored[:count]
-            return own.to(device)
+            return pad(stored, (0, 0) * (stored.dim() - 1) + (0, len(exact) - len(stored))).to(device)
 
-        self.state = reset_memory(map_leaves(load, state), ~exact)
+        self.state = None if state is None else reset_memory(map_leaves(load, state), ~exact)

@@ -35,36 +35,15 @@ class Finals(NamedTuple):
     memory: Nested | None
 
 
-class Estimates(NamedTuple):
-    """Log-probabilities and values of a rollout, `[T, B]` each; see `Rollout`."""
-
-    log_probs: Tensor
-    values: Tensor
-    next_values: Tensor
+@torch.no_grad()
+def log_probs_of(policy: Policy, observations: Nested, actions: Nested) -> Tensor:
+    """Return the log-probabilities `[T, B]` of actions taken at all but the last observations, `[T + 1, B, ...]`."""
+    acted = map_leaves(itemgetter(slice(0, -1)), observations)
+    return in_chunks(lambda pair: policy.log_prob(*pair), (acted, actions), lead=2)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
-def estimate(
-    policy: Any,  # noqa: ANN401 - a `Policy` or `RecurrentPolicy`
-    observations: Nested,
-    actions: Nested,
-    log_probs: Tensor | None,
-    values: Tensor | None,
-    terminated: Tensor,
-    finals: Finals,
-    last_memory: Nested | None,
-) -> Estimates:
-    """Complete the log-probabilities and values, `[T, B]`, that the policy returned while acting; None is computed.
-
-    `observations` are `[T + 1, B, ...]`; `last_memory` is the state before the last one. Terminal states have value 0.
-    """
-    if log_probs is None:
-        acted = map_leaves(itemgetter(slice(0, -1)), observations)
-        log_probs = in_chunks(lambda pair: policy.log_prob(*pair), (acted, actions), lead=2)
-    return Estimates(log_probs, *_estimate_values(policy, observations, values, terminated, finals, last_memory))
-
-
-def _estimate_values(
+def estimate_values(
     policy: Any,  # noqa: ANN401
     observations: Nested,
     values: Tensor | None,
@@ -122,7 +101,7 @@ def _recompute_values(policy: Policy, rollout: Rollout, known: Tensor | None = N
         memory, values = _rerun(cast(RecurrentPolicy, policy), rollout)
     values = values if known is None else known
     finals = Finals(rollout.final_indices, rollout.final_observations, memory.at(rollout.final_indices.tolist()))
-    here, reached = _estimate_values(policy, rollout.observations, values, rollout.terminated, finals, memory.state)
+    here, reached = estimate_values(policy, rollout.observations, values, rollout.terminated, finals, memory.state)
     return here.to(rollout.values.dtype), reached.to(rollout.values.dtype)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from torch import Tensor
 from lightning_rl.nested import Nested, first_leaf, map_leaves
 
 
+@dataclass(eq=False)
 class Sequences:
     """Which rows of a batch follow one another, and the recurrent state at the start of each sequence.
 
@@ -29,19 +31,11 @@ class Sequences:
         burn_in_observations: Observations of the burn-in rows, `[M, ...]`, nested as the space.
     """
 
-    def __init__(
-        self,
-        lengths: Tensor,
-        starts: Tensor,
-        memory: Nested,
-        burn_in: Sequences | None = None,
-        burn_in_observations: Nested = None,
-    ) -> None:
-        self.lengths = lengths
-        self.starts = starts
-        self.memory = memory
-        self.burn_in = burn_in
-        self.burn_in_observations = burn_in_observations
+    lengths: Tensor
+    starts: Tensor
+    memory: Nested
+    burn_in: Sequences | None = None
+    burn_in_observations: Nested = None
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -392,8 +392,15 @@ class EagerEngine:
 
     def backward(self, model: LightningModule, total: Tensor) -> None:
         """Compute the gradient of the last loss, whose `total` may have further summands by now."""
-        with _explained_anomaly():
+        try:
             model.manual_backward(total)
+        except RuntimeError as error:
+            if (found := _ANOMALY.search(str(error))) is None:
+                raise
+            raise FloatingPointError(
+                f"the gradient of {found[1]} is NaN: detect_anomaly printed above where it was computed. "
+                f"{WHAT_TO_TRY}; run without detect_anomaly to save the update and repeat it (FailedUpdate)"
+            ) from error
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Return the gradients that `step` applies. One tensor may hold the gradients of several parameters."""
@@ -412,28 +419,11 @@ class EagerEngine:
 @contextmanager
 def _without_scaler(precision: Any) -> Iterator[None]:  # noqa: ANN401
     """Step without the scaler of `16-mixed`: the gradient is unscaled already, which Lightning does not expect."""
-    if (scaler := getattr(precision, "scaler", None)) is None:
-        yield
-        return
-    precision.scaler = None
+    scaler, precision.scaler = getattr(precision, "scaler", None), None
     try:
         yield
     finally:
         precision.scaler = scaler
-
-
-@contextmanager
-def _explained_anomaly() -> Iterator[None]:
-    """Add advice to the error of `detect_anomaly`."""
-    try:
-        yield
-    except RuntimeError as error:
-        if (found := _ANOMALY.search(str(error))) is None:
-            raise
-        raise FloatingPointError(
-            f"the gradient of {found[1]} is NaN: detect_anomaly printed above where it was computed. "
-            f"{WHAT_TO_TRY}; run without detect_anomaly to save the update and repeat it (FailedUpdate)"
-        ) from error
 
 
 class UpdateRecord:
@@ -456,7 +446,7 @@ class UpdateRecord:
         # Values by their names, each with the `is_open` flag at the start of its minibatch.
         self._values: dict[tuple[str, ...], list[tuple[Tensor, Tensor]]] = {}
         self._absolute: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        self._prefix = ""
+        self.prefix = ""
 
     def next_minibatch(self) -> None:
         """Start a minibatch; its values are dropped if the updates were stopped before."""
@@ -480,18 +470,18 @@ class UpdateRecord:
 
     def observe(self, **terms: Tensor | float) -> None:
         """Record scalars that may be NaN or infinite."""
-        self.observed.update(self._prefix + name for name in terms)
+        self.observed.update(self.prefix + name for name in terms)
         self.add(**terms)
 
     def add_together(self, names: Sequence[str], values: Tensor, observed: Collection[str] = ()) -> None:
         """Record scalars of a minibatch as one vector `[len(names)]`; names in `observed` may be NaN or infinite."""
-        self.observed.update(self._prefix + name for name in observed)
-        key = tuple(self._prefix + name for name in names) if self._prefix else tuple(names)
+        self.observed.update(self.prefix + name for name in observed)
+        key = tuple(self.prefix + name for name in names) if self.prefix else tuple(names)
         self._values.setdefault(key, []).append((values, self._counts))
 
     def add_absolute(self, name: str, terms: Tensor) -> None:
         """Record Σ |mean of a term over ranks| of the terms `[M]` of a minibatch; `means` reduces all at once."""
-        self._absolute.setdefault(self._prefix + name, []).append((terms.detach(), self._counts))
+        self._absolute.setdefault(self.prefix + name, []).append((terms.detach(), self._counts))
 
     def stop_unless(self, condition: Tensor) -> None:
         """Take no further step in this phase if `condition` is false."""
@@ -506,7 +496,7 @@ class UpdateRecord:
     def start_phase(self, prefix: str) -> None:
         """Start another phase of updates, whose recorded names get a prefix. It ignores earlier early stops."""
         self.is_open = self._counts = self.finite
-        self._prefix = prefix
+        self.prefix = prefix
 
     @property
     def stopped(self) -> bool:

@@ -121,8 +121,8 @@ class RolloutMetrics(LogWindow):
         super().__init__()
         self.prefix = "train"
         self.evaluation = LogWindow()
-        self._logs_steps = self._logs_epochs = False
-        self._clock_will_move = self._has_warned = False
+        self.logs_steps = self.logs_epochs = False
+        self.clock_will_move = self._has_warned = False
 
     # ------------------------------------------------------------------ rollouts
 
@@ -197,29 +197,9 @@ class RolloutMetrics(LogWindow):
 
     def logged(self, model: LightningModule, on_epoch: bool) -> None:
         """Log `step` with a value that a user logs, unless the clock is about to advance."""
-        self._logs_steps, self._logs_epochs = True, self._logs_epochs or on_epoch
-        if not self._clock_will_move:
+        self.logs_steps, self.logs_epochs = True, self.logs_epochs or on_epoch
+        if not self.clock_will_move:
             _log_clock(model)
-
-    def begin_step(self) -> None:
-        """Note that the clock will advance, so that values logged until `end_step` belong to the step after it."""
-        self._clock_will_move = True
-
-    def end_step(self, model: Any) -> None:  # noqa: ANN401
-        """Set the metric `step`, the x-axis of loggers and part of checkpoint names, to the environment steps."""
-        self._clock_will_move = False
-        # An int64, which Lightning casts to int32: larger numbers wrap, and names still differ.
-        model.trainer.callback_metrics["step"] = torch.tensor(model.env_steps)
-        # Lightning rebuilds `callback_metrics` at each access, with an older `step` if one was logged in this epoch.
-        if self._logs_steps or int(model.trainer.callback_metrics["step"]) != model.env_steps:
-            _log_clock(model)
-        self._logs_steps = False
-
-    def end_epoch(self, model: LightningModule) -> None:
-        """Set `step` for values that are logged once per epoch."""
-        if self._logs_epochs:
-            _log_clock(model)
-        self._logs_epochs = False
 
 
 def log_is_due(trainer: Trainer) -> bool:
@@ -274,12 +254,19 @@ class StepMetric(Callback):
         if not pl_module.clock.started:
             name = type(pl_module).__name__
             raise ConfigurationError(f"{name}.on_train_start does not call super(), which starts or resumes the run")
-        pl_module.metrics.begin_step()
+        pl_module.metrics.clock_will_move = True
         self._version = pl_module.policy_version
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:  # noqa: ANN401
         """Set `step` before checkpoints are saved and loggers are written."""
-        pl_module.metrics.end_step(pl_module)
+        metrics, env_steps = pl_module.metrics, pl_module.env_steps
+        metrics.clock_will_move = False
+        # An int64, which Lightning casts to int32: larger numbers wrap, and names still differ.
+        trainer.callback_metrics["step"] = torch.tensor(env_steps)
+        # Lightning rebuilds `callback_metrics` at each access, with an older `step` if one was logged in this epoch.
+        if metrics.logs_steps or int(trainer.callback_metrics["step"]) != env_steps:
+            _log_clock(pl_module)
+        metrics.logs_steps = False
         if pl_module.policy_version == self._version:
             name = type(pl_module).__name__
             raise ConfigurationError(
@@ -287,7 +274,9 @@ class StepMetric(Callback):
             )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ANN401
-        pl_module.metrics.end_epoch(pl_module)
+        if pl_module.metrics.logs_epochs:
+            _log_clock(pl_module)
+        pl_module.metrics.logs_epochs = False
 
 
 def action_saturation(policy: Any, rollout: Rollout) -> dict[str, Tensor]:  # noqa: ANN401

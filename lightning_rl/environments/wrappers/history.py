@@ -63,10 +63,9 @@ class VectorHistory(VectorWrapper, ABC):
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         ended = terminated | truncated
-        begins = self._resets_next
-        if self._mode is AutoresetMode.SAME_STEP:
-            begins = ended
-        if self._mode is AutoresetMode.SAME_STEP and ended.any():
+        is_same_step = self._mode is AutoresetMode.SAME_STEP
+        begins = ended if is_same_step else self._resets_next
+        if is_same_step and ended.any():
             rows = np.flatnonzero(ended).tolist()
             reached = map_leaves(np.copy, observations)
             for index in rows:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from lightning_rl.nested import Nested
 from lightning_rl.policies.networks.mlp import HeadLinear, at_least_float32
-from lightning_rl.validation import check_type
 
 Initialization = Literal["orthogonal", "tf_agents"]
 """`orthogonal` weights with a gain of 0.01, or a truncated normal distribution of variance 0.1 / `in_features`."""
@@ -41,7 +40,7 @@ class Distribution(ABC):
         """Return the (differential) entropy in nats, shape `[...]`."""
 
     @abstractmethod
-    def kl(self, other: Distribution) -> Tensor:
+    def kl(self, other: Self) -> Tensor:
         """Return KL(self ‖ other) in nats, shape `[...]`; `other` has the same class."""
 
     @abstractmethod
@@ -63,7 +62,6 @@ class Distribution(ABC):
 
 def projection(in_features: int, out_features: int, initialization: Initialization) -> HeadLinear:
     """Return the linear layer from features to the parameters of a distribution."""
-    check_type("policy.action_distribution.initialization", initialization, Initialization)
     # With a small gain the first policy is nearly uniform (Andrychowicz et al. 2021, section 3.2).
     layer = HeadLinear(in_features, out_features, gain=0.01)
     if initialization == "tf_agents":

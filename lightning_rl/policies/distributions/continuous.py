@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch.nn.functional import softplus
 
 from lightning_rl.policies.distributions.base import Distribution, Initialization, projection
 from lightning_rl.policies.networks.mlp import at_least_float32
-from lightning_rl.validation import PositiveFloat, check, check_type
+from lightning_rl.validation import PositiveFloat, check
 
 LOG_2PI = math.log(2 * math.pi)
 Std = Literal["state_independent", "state_dependent"]
@@ -111,8 +111,7 @@ class DiagonalGaussian(Distribution):
         entropy = self.sum_log_std + 0.5 * (1 + LOG_2PI) * self.num_components
         return entropy.expand(self.mean.shape[:-1])
 
-    def kl(self, other: Distribution) -> Tensor:
-        other = cast(DiagonalGaussian, other)
+    def kl(self, other: Self) -> Tensor:
         variance_ratio = (2 * (self.log_std - other.log_std)).exp()
         z = (self.mean - other.mean) * (-other.log_std).exp()
         per_dimension = 0.5 * (variance_ratio + z.square() - 1) + other.log_std - self.log_std
@@ -213,8 +212,7 @@ class Beta(Distribution):
         shape = _log_beta(a, b) - (a - 1) * a.digamma() - (b - 1) * b.digamma() + (a + b - 2) * (a + b).digamma()
         return _present(shape + self._log_width, self.mask).sum(-1)
 
-    def kl(self, other: Distribution) -> Tensor:
-        other = cast(Beta, other)
+    def kl(self, other: Self) -> Tensor:
         a, b, c, d = self.alpha, self.beta, other.alpha, other.beta
         moments = (a - c) * a.digamma() + (b - d) * b.digamma() + (c + d - a - b) * (a + b).digamma()
         return _present(_log_beta(c, d) - _log_beta(a, b) + moments, self.mask).sum(-1)
@@ -239,8 +237,13 @@ def _log_beta(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Limit(torch.autograd.Function):
+    """Clamp `x`, and stop only the gradients that lead further out.
+
+    `Tensor.clamp` stops all gradients, so that a parameter outside the limits would stay there for the rest of the run.
+    """
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, low: float | None, high: float | None) -> Tensor:  # noqa: ANN401 - PyTorch's
+    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:  # noqa: ANN401 - PyTorch's
         ctx.save_for_backward(x)
         ctx.limits = low, high
         return x.clamp(low, high)
@@ -249,20 +252,8 @@ class _Limit(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         (x,), (low, high), gradient = ctx.saved_tensors, ctx.limits, gradients[0]
         # Gradient descent increases x where the gradient is negative.
-        if low is not None:
-            gradient = torch.where((x < low) & (gradient > 0), 0, gradient)
-        if high is not None:
-            gradient = torch.where((x > high) & (gradient < 0), 0, gradient)
-        return gradient, None, None
-
-
-def limit(x: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Clamp `x`, and stop only the gradients that lead further out.
-
-    `Tensor.clamp` stops all gradients, so that a parameter outside the limits would stay there for the rest of the run.
-    """
-    limited: Tensor = _Limit.apply(x, low, high)  # type: ignore[no-untyped-call]
-    return limited
+        leads_out = ((x < low) & (gradient > 0)) | ((x > high) & (gradient < 0))
+        return torch.where(leads_out, 0, gradient), None, None
 
 
 class _GaussianHead(nn.Module):
@@ -288,17 +279,15 @@ class _GaussianHead(nn.Module):
         initial_log_std: float = 0.0,
         std: Std = "state_independent",
         std_transform: StdTransform = "exp",
-        min_std: float | None = None,
-        max_std: float | None = None,
-        initial_std: float | None = None,
+        min_std: PositiveFloat | None = None,
+        max_std: PositiveFloat | None = None,
+        initial_std: PositiveFloat | None = None,
         initialization: Initialization = "orthogonal",
     ) -> None:
         super().__init__()
-        check_type("policy.action_distribution.std", std, Std)
-        check_type("policy.action_distribution.std_transform", std_transform, StdTransform)
         initial_log_std = _check_stds(min_std, max_std, initial_std, initial_log_std)
         self.bounds = Bounds(space)
-        self.log_limits = [None if x is None else math.log(x) for x in (min_std, max_std)]
+        self.log_limits = math.log(min_std) if min_std else -math.inf, math.log(max_std) if max_std else math.inf
         self.softplus = std_transform == "softplus"
         num_dimensions = len(self.bounds.low)
         raw = initial_log_std
@@ -320,16 +309,14 @@ class _GaussianHead(nn.Module):
             raw = self.std_layer(features)
         else:
             raw = self.raw_std if self.softplus else self.log_std
-        low, high = self.log_limits
         if self.softplus:
             std = softplus(at_least_float32(raw))
             raw = std.clamp(min=torch.finfo(std.dtype).tiny).log()
-        return raw if low is None and high is None else limit(raw, low, high)
+        is_limited = any(map(math.isfinite, self.log_limits))
+        return _Limit.apply(raw, *self.log_limits) if is_limited else raw  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _check_stds(low: float | None, high: float | None, initial: float | None, initial_log_std: float) -> float:
-    for name, value in (("min_std", low), ("max_std", high), ("initial_std", initial)):
-        check_type(f"policy.action_distribution.{name}", value, PositiveFloat | None)
     first = math.exp(initial_log_std) if initial is None else initial
     inside = (low is None or first >= low) and (high is None or first <= high)
     expected = f"a value between min_std={low} and max_std={high}; the default is exp(initial_log_std)"
@@ -352,10 +339,8 @@ class GaussianHead(_GaussianHead):
         **options: Any,  # noqa: ANN401
     ) -> None:
         super().__init__(in_features, space, **options)
-        field = "policy.action_distribution.mean_transform"
-        check_type(field, mean_transform, MeanTransform)
-        bounded = mean_transform == "none" or space.is_bounded()
-        check(bounded, field, mean_transform, f"none, since {space} has no bounds")
+        bounded, expected = mean_transform == "none" or space.is_bounded(), f"none, since {space} has no bounds"
+        check(bounded, "policy.action_distribution.mean_transform", mean_transform, expected)
         self.squashes_mean = mean_transform == "tanh"
 
     def forward(self, features: Tensor, mask: Tensor | None = None) -> DiagonalGaussian:

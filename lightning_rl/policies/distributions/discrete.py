@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Self
 
 import numpy as np
 import torch
@@ -19,12 +19,23 @@ IMPOSSIBLE = -1e9
 _MAX_NAMED_COMPONENTS = 16
 
 
-class Categorical(Distribution):
-    """A choice between `n` actions with unnormalized log-probabilities `[..., n]`."""
+class _OfLogits(Distribution):
+    """Distributions that are defined by logits."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = at_least_float32(logits)
-        self._log_probs: Tensor | None = None
+
+    def parameters(self) -> Tensor:
+        return self.logits
+
+    def with_parameters(self, parameters: Tensor) -> Self:
+        return type(self)(parameters)
+
+
+class Categorical(_OfLogits):
+    """A choice between `n` actions with unnormalized log-probabilities `[..., n]`."""
+
+    _log_probs: Tensor | None = None
 
     @property
     def log_probs(self) -> Tensor:
@@ -47,15 +58,8 @@ class Categorical(Distribution):
     def entropy(self) -> Tensor:
         return -(self.log_probs.exp() * self.log_probs).sum(-1)
 
-    def kl(self, other: Distribution) -> Tensor:
-        other = cast(Categorical, other)
+    def kl(self, other: Self) -> Tensor:
         return (self.log_probs.exp() * (self.log_probs - other.log_probs)).sum(-1)
-
-    def parameters(self) -> Tensor:
-        return self.logits
-
-    def with_parameters(self, parameters: Tensor) -> Categorical:
-        return type(self)(parameters)
 
 
 class MultiCategorical(Categorical):
@@ -71,7 +75,7 @@ class MultiCategorical(Categorical):
     def entropy(self) -> Tensor:
         return super().entropy().sum(-1)
 
-    def kl(self, other: Distribution) -> Tensor:
+    def kl(self, other: Self) -> Tensor:
         return super().kl(other).sum(-1)
 
     def entropies(self) -> dict[str, Tensor]:
@@ -82,11 +86,8 @@ class MultiCategorical(Categorical):
         return {str(index): component for index, component in enumerate(entropy.unbind(-1))}
 
 
-class Bernoulli(Distribution):
+class Bernoulli(_OfLogits):
     """Independent switches, each 0 or 1, with log-odds of 1 as `logits` `[..., k]`; actions are `[..., k]`."""
-
-    def __init__(self, logits: Tensor) -> None:
-        self.logits = at_least_float32(logits)
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         # Both draw the same numbers: an exported `uniform_` cannot be loaded, and `rand_like` takes no generator.
@@ -106,15 +107,9 @@ class Bernoulli(Distribution):
     def entropy(self) -> Tensor:
         return (softplus(self.logits) - self.logits * self.logits.sigmoid()).sum(-1)
 
-    def kl(self, other: Distribution) -> Tensor:
-        p, q = self.logits, cast(Bernoulli, other).logits
+    def kl(self, other: Self) -> Tensor:
+        p, q = self.logits, other.logits
         return (p.sigmoid() * (p - q) + softplus(q) - softplus(p)).sum(-1)
-
-    def parameters(self) -> Tensor:
-        return self.logits
-
-    def with_parameters(self, parameters: Tensor) -> Bernoulli:
-        return Bernoulli(parameters)
 
 
 def _masked(logits: Tensor, mask: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from gymnasium import spaces
@@ -21,7 +21,7 @@ from lightning_rl.nested import Nested, leaves, map_leaves, map_paths, part_at, 
 from lightning_rl.policies.distributions.base import Distribution, Initialization, projection
 from lightning_rl.policies.distributions.discrete import IMPOSSIBLE, Categorical
 from lightning_rl.policies.networks.mlp import HeadLinear
-from lightning_rl.validation import check, check_positive_int
+from lightning_rl.validation import PositiveInt, check
 
 MAX_COMBINATIONS = 4096
 """Limit of the number of combinations, which are all enumerated: sampling, mode, entropy and divergence are exact."""
@@ -46,8 +46,8 @@ class Joint(Distribution):
     def entropy(self) -> Tensor:
         return self._sum(lambda part: part.entropy())
 
-    def kl(self, other: Distribution) -> Tensor:
-        return self._sum(lambda part, x: part.kl(x), cast(Joint, other).parts)
+    def kl(self, other: Self) -> Tensor:
+        return self._sum(lambda part, x: part.kl(x), other.parts)
 
     def parameters(self) -> Nested:
         return map_leaves(lambda part: part.parameters(), self.parts)
@@ -171,13 +171,12 @@ class AutoregressiveHead(nn.Module):
         in_features: int,
         space: spaces.Space[Any],
         *,
-        hidden_size: int = 64,
+        hidden_size: PositiveInt = 64,
         order: Sequence[str | int] | None = None,
         initialization: Initialization = "orthogonal",
         mask_space: spaces.Space[Any] | None = None,
     ) -> None:
         super().__init__()
-        check_positive_int("policy.action_distribution.hidden_size", hidden_size)
         counts_of = {
             name: n
             for path, leaf in space_leaves(space).items()

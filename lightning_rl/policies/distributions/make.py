@@ -17,7 +17,7 @@ from lightning_rl.policies.distributions.base import Initialization
 from lightning_rl.policies.distributions.continuous import BetaHead, GaussianHead, SquashedGaussianHead
 from lightning_rl.policies.distributions.discrete import BernoulliHead, CategoricalHead, MultiCategoricalHead
 from lightning_rl.policies.distributions.joint import MAX_COMBINATIONS, AutoregressiveHead, JointHead, is_suitable
-from lightning_rl.validation import ConfigurationError, check, instantiate, is_one_of, to_class_spec
+from lightning_rl.validation import ConfigurationError, check, check_type, instantiate, is_one_of, to_class_spec
 
 ActionDistribution: TypeAlias = "str | dict[str, Any] | None"
 """Value of the option `action_distribution`, see `PolicyConfig`; also `{"class_path": …, "init_args": …}` of a head."""
@@ -34,10 +34,11 @@ class _Kind(NamedTuple):
     preset: Mapping[str, Any] = MappingProxyType({})
 
     @property
-    def options(self) -> list[str]:
-        """Arguments of the head that users choose."""
+    def options(self) -> dict[str, Any]:
+        """Types of the arguments of the head that users choose."""
         given = ("in_features", "space", "initial_log_std", "mask_space")
-        return [name for name in types_of(self.make) if name not in given]
+        types = types_of(self.make, include_extras=True)
+        return {name: hint for name, hint in types.items() if name not in given}
 
 
 def _is_continuous(space: spaces.Space[Any]) -> bool:
@@ -172,6 +173,8 @@ def _kind_and_options(field: str, space: spaces.Space[Any], choice: ActionDistri
     check(kind.suits(space), field, name, f"a distribution for {space}; this one is for {kind.expected}")
     unknown = sorted(set(options) - set(kind.options))
     check(not unknown, f"{field}.kind={name}", unknown, f"some of its options {', '.join(kind.options)}")
+    for option, value in options.items():
+        check_type(f"{field}.{option}", value, kind.options[option])
     return kind, {**kind.preset, **options}
 
 

@@ -57,19 +57,15 @@ def make_encoder(
     """
     mlp = (hidden_sizes, activation, discrete_encoding)
     leaves = space_leaves(space) if isinstance(space, spaces.Dict | spaces.Tuple) else {}
-    images = [path for path, leaf in leaves.items() if is_image(leaf)]
-    chosen: dict[str, Any]
     if is_by_path(network):
         known = f"paths of leaves ({', '.join(leaves)})" if leaves else "a dict with 'class_path'"
         unknown = ", ".join(map(repr, network.keys() - leaves))
         check(not unknown, "policy.network", network, f"{known}, got {unknown}")
-        chosen = network | {path: "auto" for path in images if path not in network}
-    elif leaves and network in _OF_IMAGES:
+    chosen = name_image_networks(space, network)
+    if not is_by_path(chosen):
         expected = f"auto or mlp, since there is no image in {space}"
-        check(network == "auto" or bool(images), "policy.network", network, expected)
-        chosen = dict.fromkeys(images, network)
-    else:
-        return _flat_encoder("policy.network", space, network, mlp)
+        check(not leaves or chosen not in ("nature", "impala"), "policy.network", network, expected)
+        return _flat_encoder("policy.network", space, chosen, mlp)
     made = {path: _flat_encoder(f"policy.network.{path}", leaves[path], one, mlp) for path, one in chosen.items()}
     return MLPEncoder(space, *mlp, {path: made[path] for path in leaves if path in made})
 
@@ -79,7 +75,7 @@ def name_image_networks(space: spaces.Space[Any], network: Network = "auto") -> 
     images = {path: network_for_image(leaf) for path, leaf in space_leaves(space).items() if is_image(leaf)}
     named: dict[str, Any]
     if is_by_path(network):
-        named = images | {path: one for path, one in network.items() if one != "auto"}
+        named = network | {path: name for path, name in images.items() if network.get(path, "auto") == "auto"}
     elif network in _OF_IMAGES:
         named = images if network == "auto" else dict.fromkeys(images, network)
     else:
@@ -105,9 +101,7 @@ def _flat_encoder(
     network: str | ClassSpec,
     mlp: tuple[Sequence[int], str, DiscreteEncoding],
 ) -> nn.Module:
-    if network == "auto":
-        network = network_for_image(space) if is_image(space) else "mlp"
-    if network == "mlp":
+    if network in ("auto", "mlp"):
         return MLPEncoder(space, *mlp)
     if network == "nature":
         return NatureEncoder(space)
