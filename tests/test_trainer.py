@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import pickle
 import re
 import subprocess
 import sys
@@ -14,10 +15,20 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.tuner import Tuner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from lightning_rl import (
     A2C,
@@ -30,6 +41,7 @@ from lightning_rl import (
     Rollout,
     RolloutDataModule,
 )
+from lightning_rl.training.config import OptimizerConfig
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     MemoryLogger,
@@ -107,6 +119,12 @@ def test_prediction_returns_whole_episodes():
 def test_fast_dev_run_takes_one_rollout_and_one_set_of_episodes():
     trainer, model, _ = fit(fast_dev_run=True)
     assert model.policy_version == 1
+    assert "val/episode_return" in trainer.callback_metrics
+
+
+def test_fast_dev_run_counts_rollouts_not_gradient_steps():
+    trainer, model, _ = fit(fast_dev_run=2)
+    assert model.policy_version == 2
     assert "val/episode_return" in trainer.callback_metrics
 
 
@@ -422,6 +440,31 @@ def test_lightnings_tuner_is_refused_with_what_to_do_instead():
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (BackboneFinetuning, "BackboneFinetuning|BaseFinetuning cannot be used: .*requires_grad_"),
+        (lambda: StochasticWeightAveraging(1e-2), "StochasticWeightAveraging cannot be used: .*EMAWeightAveraging"),
+        (lambda: GradientAccumulationScheduler({0: 2}), "GradientAccumulationScheduler cannot be used: .*minibatches"),
+    ],
+    ids=["finetuning", "swa", "accumulation"],
+)
+def test_callbacks_that_need_automatic_optimization_are_refused(callback, message):
+    with pytest.raises(ConfigurationError, match=message):
+        fit(callbacks=[callback()])
+
+
+@pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="Lightning 2.6 introduced it")
+def test_averaged_weights_are_used_or_refused_if_they_would_not_be_updated():
+    average = lightning_callbacks.EMAWeightAveraging
+    with pytest.raises(ConfigurationError, match=r"EMAWeightAveraging.update_every_n_steps=10 is .*expected 1: "):
+        fit(callbacks=[average(update_every_n_steps=10)])
+    plain, averaged = fit()[1], fit(callbacks=[average(decay=0.0)])[1]
+    assert_equal_parameters(averaged, parameters_of(plain))  # the last rollout has all the weight
+    slow = fit(callbacks=[average(decay=0.9)])[1]
+    assert any(not torch.equal(x, y) for x, y in zip(slow.parameters(), plain.parameters(), strict=True))
+
+
 def test_checkpoints_by_time_are_refused_since_lightning_would_save_none():
     data = make_data()
     timed = ModelCheckpoint(train_time_interval=timedelta(hours=1))
@@ -429,10 +472,11 @@ def test_checkpoints_by_time_are_refused_since_lightning_would_save_none():
         make_trainer(callbacks=[timed], enable_checkpointing=True).fit(make_model(data), data)
 
 
-def test_checkpoints_by_gradient_steps_give_a_warning(tmp_path):
+@pytest.mark.parametrize("interval", [5, 30])
+def test_checkpoints_by_gradient_steps_give_a_warning(interval, tmp_path):
     data = make_data()
-    every = ModelCheckpoint(tmp_path, every_n_train_steps=5)
-    with pytest.warns(UserWarning, match=r"ModelCheckpoint\(every_n_train_steps=5\) counts gradient steps"):
+    every = ModelCheckpoint(tmp_path, every_n_train_steps=interval)
+    with pytest.warns(UserWarning, match=rf"ModelCheckpoint\(every_n_train_steps={interval}\) counts gradient steps"):
         make_trainer(callbacks=[every], enable_checkpointing=True).fit(make_model(data), data)
 
 
@@ -473,13 +517,73 @@ def test_callbacks_that_wait_for_a_validation_that_never_comes_are_refused(callb
     [
         ({"gradient_clip_val": 0.5}, "trainer.gradient_clip_val=0.5 is .*max_grad_norm"),
         ({"accumulate_grad_batches": 2}, "trainer.accumulate_grad_batches=2 is .* num_minibatches"),
+        ({"overfit_batches": 1}, "trainer.overfit_batches=1 is .* every rollout is a new one"),
     ],
-    ids=["clip", "accumulate"],
+    ids=["clip", "accumulate", "overfit"],
 )
 def test_what_automatic_optimisation_would_do_is_refused_with_the_option_of_the_model(option, message):
     """Lightning says to switch to automatic optimisation, which nobody can here."""
     with pytest.raises(ConfigurationError, match=message):
         fit(**option)
+
+
+@pytest.mark.parametrize(
+    "hook", ["optimizer_step", "configure_gradient_clipping", "lr_scheduler_step", "on_before_zero_grad"]
+)
+def test_hooks_that_would_never_be_called_are_refused(hook):
+    data = make_data()
+    kind = type("Mine", (PPO,), {hook: lambda self, *args, **kwargs: None})
+    with pytest.raises(ConfigurationError, match=f"model='Mine' is not valid: expected no {hook}, "):
+        make_trainer().fit(kind(data.observation_space, data.action_space), data)
+
+
+def test_parameters_in_float16_are_refused():
+    data = make_data()
+    with pytest.raises(ConfigurationError, match=r"model=torch.float16 is .* precision is an option of the Trainer"):
+        make_trainer().fit(make_model(data).half(), data)
+
+
+def of_scheduler(made: Any) -> Any:
+    class Own(PPO):
+        def configure_optimizers(self):
+            return made(torch.optim.Adam(self.policy.parameters()))
+
+    return Own
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda x: None, "configure_optimizers='0 optimizers' is .*expected one, or one for the actor"),
+        (
+            lambda x: {"optimizer": x, "lr_scheduler": {"scheduler": StepLR(x, 1), "frequency": 2}},
+            "'StepLR, frequency 2' is .*expected a scheduler with frequency 1",
+        ),
+        (
+            lambda x: {"optimizer": x, "lr_scheduler": {"scheduler": ReduceLROnPlateau(x), "monitor": "train/loss"}},
+            "'ReduceLROnPlateau, frequency 1' is .*expected a scheduler with frequency 1 that needs no metric",
+        ),
+    ],
+    ids=["no optimizer", "frequency", "plateau"],
+)
+def test_own_optimizers_and_schedulers_that_cannot_be_stepped_are_refused(made, message):
+    data = make_data()
+    model = of_scheduler(made)(data.observation_space, data.action_space)
+    with pytest.raises(ConfigurationError, match=message):
+        make_trainer().fit(model, data)
+    assert model.env_steps == 0
+
+
+def test_values_logged_in_validation_need_no_batch_size():
+    class Own(PPO):
+        def validation_step(self, episodes, batch_idx):
+            super().validation_step(episodes, batch_idx)
+            self.log("my/constant", 2.0)
+
+    data = make_data()
+    trainer = make_trainer(limit_val_batches=1)
+    trainer.fit(Own(data.observation_space, data.action_space), data)
+    assert trainer.callback_metrics["my/constant"] == 2.0
 
 
 def test_minibatches_of_one_step_whose_normalised_advantage_is_0_are_refused():
@@ -502,6 +606,38 @@ def test_hyper_parameters_are_logged_as_plain_data():
 
 
 # ---------------------------------------------------------------------- checkpoints
+
+
+def test_used_data_module_can_be_sent_to_another_process():
+    _, _, data = fit()
+    assert pickle.loads(pickle.dumps(data)).spec == data.spec
+
+
+def test_subclass_that_saves_hyperparameters_itself_can_be_loaded(tmp_path):
+    data = make_data()
+    trainer = make_trainer()
+    trainer.fit(SavesHyperparameters(data.observation_space, data.action_space, optimizer=OptimizerConfig()), data)
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    loaded = SavesHyperparameters.load_from_checkpoint(tmp_path / "model.ckpt")
+    assert loaded.hparams["extra"] == 3
+    assert loaded.observation_space == data.observation_space
+
+
+class SavesHyperparameters(PPO):
+    def __init__(self, observation_space, action_space, extra=3, **options):
+        super().__init__(observation_space, action_space, **options)
+        self.save_hyperparameters()
+
+
+def test_resuming_with_a_data_module_of_another_class_warns_of_new_episodes(tmp_path):
+    class Other(RolloutDataModule):
+        pass
+
+    trainer, _, data = fit()
+    trainer.save_checkpoint(path := tmp_path / "model.ckpt")
+    other = Other("CartPole-v1", num_envs=data.num_envs, rollout_length=data.rollout_length, rollouts_per_epoch=2)
+    with pytest.warns(UserWarning, match=r"the checkpoint has no state of .*Other, since another class collected its"):
+        make_trainer(max_epochs=2).fit(make_model(other), other, ckpt_path=path)
 
 
 def test_best_checkpoint_is_that_of_the_best_validation(tmp_path):

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_rl import fast
 from lightning_rl.checkpointing.failed_update import skip_or_raise
@@ -50,7 +51,7 @@ from lightning_rl.training.checks import (
     check_trainer,
     plain_options,
     refuse_automatic_optimization,
-    refuse_tuners,
+    refuse_callbacks,
     training_device,
     warn_of_untrained_parameters,
 )
@@ -166,7 +167,8 @@ class OnPolicyAlgorithm(LightningModule):
         groups = default_groups(type(self))
         given, options = (plain_options(flat(x, groups)) for x in constructor_arguments(self))
         self.options = options
-        self.save_hyperparameters(nested(given))
+        self._given = nested(given)
+        self.save_hyperparameters(self._given)
         shipped = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("lightning_rl."))
         types, defaults = types_of(shipped, include_extras=True), flat(defaults_of(type(self)), groups)
         check_options(options, types, self.without_effect, defaults)
@@ -563,13 +565,14 @@ class OnPolicyAlgorithm(LightningModule):
         """Return the callbacks that every run needs; call `super()` when you override it.
 
         Raises:
-            ConfigurationError: The Trainer tunes learning rate or batch size, or clips or accumulates gradients.
+            ConfigurationError: The Trainer or its callbacks do what needs automatic optimization, such as searching a
+                learning rate, or clipping or accumulating gradients.
         """
         filter_misleading_warnings()
         # First: Lightning's own errors would suggest something else.
-        refuse_tuners(self.trainer)
+        refuse_callbacks(self.trainer)
         if self.trainer.state.fn == "fit":
-            refuse_automatic_optimization(self.trainer)
+            refuse_automatic_optimization(self.trainer, self)
         return [kind() for kind in self._missing_callbacks()]
 
     def _missing_callbacks(self) -> list[type[Callback]]:
@@ -587,6 +590,8 @@ class OnPolicyAlgorithm(LightningModule):
         self.updating = False
         check_strategy(self.trainer.strategy)
         check_mesh(self.device_mesh)
+        if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self.trainer.fit_loop.epoch_loop.max_steps = -1  # Lightning would end after as many gradient steps
         with suppress(ValueError):  # raised unless `torch.compile(model)` was called
             to_uncompiled(self)  # Lightning would compile loggers and NumPy too
             self.options["debug.fast_paths"] = "compiled"
@@ -630,9 +635,14 @@ class OnPolicyAlgorithm(LightningModule):
     def on_train_start(self) -> None:
         _update_acting_policy(self)
         restore_this_rank(self, self.restored.get("ranks", []))
-        made = len(self.steps.all_optimizers) // self.steps.num_sets
+        made = sum(bool(x.param_groups) for x in self.trainer.optimizers) // self.steps.num_sets
         expected = "one, or one for the actor and one for the critic"
-        check(made <= 2, "configure_optimizers", f"{made} optimizers", expected)
+        check(0 < made <= 2, "configure_optimizers", f"{made} optimizers", expected)
+        for config in self.trainer.lr_scheduler_configs:
+            how = f"{type(config.scheduler).__name__}, frequency {config.frequency}"
+            expected = "a scheduler with frequency 1 that needs no metric: it steps after each rollout"
+            needs_metric = isinstance(config.scheduler, ReduceLROnPlateau)
+            check(config.frequency == 1 and not needs_metric, "configure_optimizers", how, expected)
         warn_of_untrained_parameters(self, self.steps.all_optimizers)
         for optimizer in self.steps.all_optimizers:
             for group in optimizer.param_groups:  # a checkpoint may come from another device
@@ -658,8 +668,8 @@ class OnPolicyAlgorithm(LightningModule):
         self.metrics.log_rest(self)
 
     def log(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - arguments of LightningModule.log
-        """Log a value as `LightningModule.log` does, against environment steps."""
-        super().log(*args, **kwargs)
+        """Log a value as `LightningModule.log` does, against environment steps; batches have equal weights."""
+        super().log(*args, **kwargs | {"batch_size": kwargs.get("batch_size") or 1})
         if self._trainer is not None and self.trainer.training:
             self.metrics.logged(self, bool(kwargs.get("on_epoch")))
 
@@ -732,6 +742,9 @@ class OnPolicyAlgorithm(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Restored state is kept until training starts.
         checkpoint[CHECKPOINT_KEY] = run_state(self) | self.restored
+        # A subclass may have called `save_hyperparameters` again, which stores spaces that cannot be loaded.
+        stored = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        stored |= {name: x for name, x in self._given.items() if type(stored.get(name)) is not type(x)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the clock; when resuming, also adapt the optimizer states to changed options.

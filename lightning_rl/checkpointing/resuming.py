@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -56,6 +56,11 @@ def take_over(checkpoint: dict[str, Any], module: Any) -> None:  # noqa: ANN401 
         setattr(clock, name, state[name])
     if not resumes:
         return
+    if hasattr(data := trainer.datamodule, "rollout_shape") and (name := type(data).__qualname__) not in checkpoint:
+        rank_zero_warn(
+            f"the checkpoint has no state of {name}, since another class collected its rollouts: environments begin "
+            "new episodes, so this run is not bit for bit the same as one without the interruption"
+        )
     for sentence in changes(checkpoint, module):
         rank_zero_info(sentence)
     adopt_settings(checkpoint, module)

@@ -267,15 +267,15 @@ class RolloutDataModule(LightningDataModule):
             # XLA's loader would collect 16 rollouts ahead, with the parameters from before the updates.
             strategy.process_dataloader = lambda loader: loader  # type: ignore[assignment,method-assign]
 
-        def make_for_trainer() -> T:
-            if self.trainer is None or self.trainer.state.status != TrainerStatus.RUNNING:
-                raise ConfigurationError(
-                    f"the Trainer got a loader of {type(self).__name__} without the data module, which provides the "
-                    "policy and saves the environments: pass the data module, as in trainer.fit(model, datamodule=data)"
-                )
-            return make_batch()
+        return OnDemandLoader(partial(self._make_for_trainer, make_batch), length)
 
-        return OnDemandLoader(make_for_trainer, length)
+    def _make_for_trainer(self, make_batch: Callable[[], T]) -> T:
+        if self.trainer is None or self.trainer.state.status != TrainerStatus.RUNNING:
+            raise ConfigurationError(
+                f"the Trainer got a loader of {type(self).__name__} without the data module, which provides the "
+                "policy and saves the environments: pass the data module, as in trainer.fit(model, datamodule=data)"
+            )
+        return make_batch()
 
     def teardown(self, stage: str) -> None:
         """Close the environments; their state is kept for a checkpoint that is saved later."""

@@ -9,13 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     EarlyStopping,
+    GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateFinder,
     ModelCheckpoint,
+    StochasticWeightAveraging,
 )
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
@@ -25,6 +28,7 @@ from lightning.pytorch.strategies import (
     StrategyRegistry,
 )
 from lightning.pytorch.strategies.xla import XLAStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import nn
 
@@ -132,31 +136,41 @@ def _check_learning_rates(given: Mapping[str, Any]) -> None:
     check(not setters, field, adaptive, f"null, since {' and '.join(setters)} is set")
 
 
-_TUNERS = {
+_FEWER_MINIBATCHES = "a batch is a rollout; lower num_minibatches of the model for gradients of more steps"
+_REFUSED = {
     LearningRateFinder: "its measure, the loss, says nothing about a policy; compare returns (examples/tune.py)",
     BatchSizeFinder: "a batch is a rollout; set num_envs and rollout_length, or more minibatches if memory is short",
+    GradientAccumulationScheduler: _FEWER_MINIBATCHES,
+    StochasticWeightAveraging: "learning rates are options of the model; EMAWeightAveraging averages without them",
+    BaseFinetuning: "learning rates are options of the model; freeze modules by requires_grad_(False) in a callback",
 }
+# Hooks that Lightning calls in automatic optimization only.
+_NEVER_CALLED = ("optimizer_step", "configure_gradient_clipping", "lr_scheduler_step", "on_before_zero_grad")
 
 
-def refuse_tuners(trainer: Trainer) -> None:
-    """Check that a Trainer has no callback that searches a learning rate or batch size; Lightning's Tuner adds them."""
+def refuse_callbacks(trainer: Trainer) -> None:
+    """Check that a Trainer has no callback that needs automatic optimization; Lightning's Tuner adds some of them."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, reason in _TUNERS.items():
+        for kind, reason in _REFUSED.items():
             if isinstance(callback, kind):
                 raise ConfigurationError(f"trainer.callbacks: {kind.__name__} cannot be used: {reason}")
 
 
-def refuse_automatic_optimization(trainer: Trainer) -> None:
-    """Check that the Trainer does not clip or accumulate gradients; Lightning only can in automatic optimization."""
+def refuse_automatic_optimization(trainer: Trainer, model: LightningModule) -> None:
+    """Check for options and hooks that Lightning uses in automatic optimization only, and for repeated batches."""
     clip, accumulated = trainer.gradient_clip_val, trainer.accumulate_grad_batches
     expected = "None; set model.optimizer.max_grad_norm or max_grad_value instead"
     check(not clip, "trainer.gradient_clip_val", clip, expected)
-    expected = "1, since a batch is a rollout; lower num_minibatches of the model for gradients of more steps"
-    check(accumulated == 1, "trainer.accumulate_grad_batches", accumulated, expected)
+    check(accumulated == 1, "trainer.accumulate_grad_batches", accumulated, f"1: {_FEWER_MINIBATCHES}")
+    repeated = trainer.overfit_batches  # type: ignore[attr-defined]
+    check(not repeated, "trainer.overfit_batches", repeated, "0, since every rollout is a new one")
+    for name in _NEVER_CALLED:
+        expected = f"no {name}, which Lightning does not call in manual optimization; extend update or descend"
+        check(not is_overridden(name, model), "model", type(model).__name__, expected)
 
 
 _EVALUATED = [f"val/{name}" for name in (*OF_EPISODES, "episodes")]
-_EVERY = re.compile(r"'every_n_train_steps': ([2-9]|\d{2,})")
+_EVERY = re.compile(r"'every_n_train_steps': (\d{2,}|[2-9])")
 
 
 def check_callbacks(trainer: Trainer, model: Any) -> None:  # noqa: ANN401 - an algorithm
@@ -176,10 +190,16 @@ def check_callbacks(trainer: Trainer, model: Any) -> None:  # noqa: ANN401 - an 
                 f"their number is a multiple of {every[1]} at the end of a rollout; EnvStepCheckpoint counts "
                 "environment steps"
             )
+        field, every_step = (
+            f"trainer.callbacks: {type(callback).__name__}",
+            getattr(callback, "update_every_n_steps", 1),
+        )
+        expected = "1: EMAWeightAveraging averages after a rollout, and only at a multiple of so many gradient steps"
+        check(every_step == 1, f"{field}.update_every_n_steps", every_step, expected)
         monitor, mode = getattr(callback, "monitor", None), getattr(callback, "mode", "max")
         if not isinstance(monitor, str):
             continue
-        field, is_return = f"trainer.callbacks: {type(callback).__name__}", "episode_return" in monitor
+        is_return = "episode_return" in monitor
         if monitor.startswith("val/") and monitor not in _EVALUATED:
             near = difflib.get_close_matches(monitor, _EVALUATED, 1, 0.8)
             known = all(map(_logs_known_values, (model, *callbacks)))
@@ -273,8 +293,8 @@ def check_memory(model: Any, option: str, num_steps: int) -> None:  # noqa: ANN4
 
 def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:  # noqa: ANN401
     """Check that a Trainer can train an algorithm on rollouts of shape `(T, B)` per rank; None: unknown shape."""
-    refuse_tuners(trainer)
-    refuse_automatic_optimization(trainer)
+    refuse_callbacks(trainer)
+    refuse_automatic_optimization(trainer, model)
     check_callbacks(trainer, model)
     # An interval of time is no attribute of the Trainer.
     epochs, interval = trainer.check_val_every_n_epoch, getattr(trainer, "val_check_interval", None)
@@ -286,6 +306,8 @@ def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] |
     precisions = ("32-true",) if on_xla else ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
     reason = ": in float16, the squares that Adam averages become 0" if trainer.precision == "16-true" else ""
     check(trainer.precision in precisions, "precision", trainer.precision, f"one of {', '.join(precisions)}{reason}")
+    dtype = next(model.policy.parameters()).dtype
+    check(dtype != torch.float16, "model", dtype, "parameters in float32; half precision is an option of the Trainer")
     check_modes_agree(model.policy)
     if (memory := getattr(model.policy, "memory", None)) is not None:
         expected = "None on XLA, which would compile for every way in which episodes can end in a rollout"

@@ -18,6 +18,8 @@ _MISLEADING = (
     r"Using ModelCheckpoint with manual optimization and every_n_train_steps, but no pre-optimization state was saved",
     # Scores of an evaluation are over all ranks already.
     r"It is recommended to use `self.log\('((val|test)/episode\w*|step)', \.\.\., sync_dist=True\)`",
+    # The model's `configure_model` changes nothing unless `ModelParallelStrategy` shards it.
+    r"You're using the WeightAveraging callback with a model that overrides the configure_model",
     # FSDP2: values are views, and no operation changes them in place.
     r"FSDP2-wrapped module .* returned a view tensor",
 )
