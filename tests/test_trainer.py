@@ -629,6 +629,19 @@ class SavesHyperparameters(PPO):
         self.save_hyperparameters()
 
 
+def test_checkpoint_without_the_state_of_the_run_is_not_written(tmp_path):
+    class Own(PPO):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["mine"] = 1
+
+    data = make_data()
+    trainer = make_trainer()
+    trainer.fit(Own(data.observation_space, data.action_space), data)
+    with pytest.raises(ConfigurationError, match=r"on_save_checkpoint of the model does not call super\(\)"):
+        trainer.save_checkpoint(tmp_path / "model.ckpt")
+    assert not any(tmp_path.iterdir())
+
+
 def test_resuming_with_a_data_module_of_another_class_warns_of_new_episodes(tmp_path):
     class Other(RolloutDataModule):
         pass

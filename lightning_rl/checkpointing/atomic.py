@@ -19,10 +19,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 
+from lightning_rl.checkpointing.format import CHECKPOINT_KEY
 from lightning_rl.distributed import gather_ranks
 from lightning_rl.files import check_intact, read_data
 from lightning_rl.training.clock import ends_epoch, validates_now
-from lightning_rl.validation import ExplainedError, check
+from lightning_rl.validation import ConfigurationError, ExplainedError, check
 
 if TYPE_CHECKING:  # importing TensorBoard is slow
     from torch.utils.tensorboard import FileWriter
@@ -51,6 +52,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return read_data(path, map_location, weights_only)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
+        if "pytorch-lightning_version" in checkpoint and CHECKPOINT_KEY not in checkpoint:
+            raise ConfigurationError("on_save_checkpoint of the model does not call super(), which stores the run")
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
