@@ -123,8 +123,7 @@ class Batch:
     def split(self, num_minibatches: int) -> Iterator[Batch]:
         """Cut the rows, or sequences, in their order into `num_minibatches` parts of almost equal numbers."""
         if self.sequences is not None:
-            for rows, sequences in self.sequences.split(num_minibatches):
-                yield self._with(map_leaves(itemgetter(rows), self.fields), sequences=sequences)
+            yield from self.minibatches(torch.arange(self.num_items), num_minibatches)
             return
         # Lists, which are leaves: a tuple would be nested.
         parts = map_leaves(lambda x: list(torch.tensor_split(x, num_minibatches)), self.fields)
@@ -133,11 +132,11 @@ class Batch:
 
     def minibatches(self, order: Tensor, num_minibatches: int) -> Iterator[Batch]:
         """Yield the parts of `ordered(order).split(num_minibatches)`, without a second copy of large rows."""
-        if self.sequences is not None or self.num_bytes <= _LARGE:
+        if self.sequences is None and self.num_bytes <= _LARGE:  # views of one copy are faster than many copies
             yield from self.ordered(order).split(num_minibatches)
             return
-        for part in torch.tensor_split(order.to(first_leaf(self.fields).device), num_minibatches):
-            yield self._with(map_leaves(lambda x, part=part: x.index_select(0, part), self.fields))
+        for part in order.tensor_split(num_minibatches):
+            yield self.ordered(part)
 
     def replace(self, **fields: Nested) -> Batch:
         """Return a batch with fields replaced or added; new advantages count as not normalized."""

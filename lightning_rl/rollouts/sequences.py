@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -40,25 +38,15 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def select(self, which: Tensor | slice) -> tuple[Tensor | slice, Sequences]:
-        """Return the rows of some sequences, and these sequences: copies for indices `[S']`, views for a slice."""
-        lengths = self.lengths[which]
-        if isinstance(which, slice):
-            first = int(self.lengths[: which.start].sum())
-            rows: Tensor | slice = slice(first, first + int(lengths.sum()))
-        else:
-            begins = (self.lengths.cumsum(0) - self.lengths)[which]
-            rows = torch.arange(int(lengths.sum())) + (begins - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
+    def select(self, which: Tensor) -> tuple[Tensor, Sequences]:
+        """Return the rows of the sequences with the indices `which`, `[S']`, and copies of these sequences."""
+        lengths, begins = self.lengths[which], (self.lengths.cumsum(0) - self.lengths)[which]
+        rows = torch.arange(int(lengths.sum())) + (begins - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
         part = Sequences(lengths, self.starts[rows], take(which, self.memory))
         if self.burn_in is not None:
             burnt, part.burn_in = self.burn_in.select(which)
             part.burn_in_observations = take(burnt, self.burn_in_observations)
         return rows, part
-
-    def split(self, num_parts: int) -> Iterator[tuple[Tensor | slice, Sequences]]:
-        """Cut the sequences, in their order, into parts; yield rows and sequences of each part."""
-        bounds = [len(self) * part // num_parts for part in range(num_parts + 1)]
-        return (self.select(slice(begin, end)) for begin, end in itertools.pairwise(bounds))
 
     @cached_property
     def segments(self) -> Segments:
@@ -71,10 +59,9 @@ class Sequences:
         return _segments(self, padded=first_leaf(self.memory).device.type == "cpu")
 
 
-def take(index: Tensor | slice, x: Nested) -> Nested:
-    """Return the rows of all leaves of `x` at indices, on any device, or in a slice."""
-    place = index if isinstance(index, slice) else index.to(first_leaf(x).device)
-    return map_leaves(itemgetter(place), x)
+def take(index: Tensor, x: Nested) -> Nested:
+    """Return the rows of all leaves of `x` at indices on any device."""
+    return map_leaves(itemgetter(index.to(first_leaf(x).device)), x)
 
 
 class Segments(NamedTuple):
