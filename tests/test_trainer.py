@@ -574,6 +574,16 @@ def test_own_optimizers_and_schedulers_that_cannot_be_stepped_are_refused(made, 
     assert model.env_steps == 0
 
 
+def test_rows_of_a_csv_log_are_written_with_each_log(tmp_path):
+    class Reads(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            rows.append(len((tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()) - 1)
+
+    rows = []
+    fit(logger=CSVLogger(tmp_path), callbacks=[Reads()], max_epochs=2)
+    assert rows == [1, 2, 4, 5]  # with one of a validation
+
+
 def test_values_logged_in_validation_need_no_batch_size():
     class Own(PPO):
         def validation_step(self, episodes, batch_idx):

@@ -297,7 +297,9 @@ class OnPolicyAlgorithm(LightningModule):
         """Yield the minibatches of one pass; `weight` divides by the rows of all ranks in the k-th one."""
         order = self.minibatch_order(batch.num_items)
         may_lack_rows = batch.sequences is not None or len(order) < num_minibatches
-        minibatches = self.estimator.minibatches(batch, order, num_minibatches, self.steps.engine.compiles_loss)
+        methods = [getattr(type(self), name, type(self)) for name in ("loss", "add_policy_terms")]
+        normalizes = self.steps.engine.compiles_loss and all(x.__module__.startswith("lightning_rl.") for x in methods)
+        minibatches = self.estimator.minibatches(batch, order, num_minibatches, normalizes)
         # Several ranks agree on the weights of all minibatches at once; a single rank makes one minibatch at a time.
         for parts in [list(minibatches)] if world_size() > 1 else ([part] for part in minibatches):
             set_global_weights(parts)
@@ -454,7 +456,7 @@ class OnPolicyAlgorithm(LightningModule):
     def record_loss(self, rollout: Rollout | Batch) -> None:
         """Record the terms for `compute_loss`; override it if they are not `loss(batch(rollout))`."""
         batch = self.batch(rollout) if isinstance(rollout, Rollout) else rollout.replace()
-        batch = self.estimator.normalized_over_rollout(batch)
+        batch = self.estimator.normalized_over_rollout(batch, ("rollout", "minibatch"))
         set_global_weights([batch])
         self.steps.record_loss(self.loss(batch))
 

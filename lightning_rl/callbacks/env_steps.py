@@ -76,6 +76,12 @@ class EnvStepWriter(EnvStepInterval):
         super().__init__(every_n_env_steps)
         self.dirpath = dirpath
 
+    @property
+    def state_key(self) -> str:
+        options: dict[str, Any] = {"every_n_env_steps": self.every_n_env_steps}
+        options |= {} if self.dirpath is None else {"dirpath": str(self.dirpath)}
+        return f"{type(self).__qualname__}{options}"
+
     def write(self, folder: Path, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the files of the current environment step into a folder; called on the first rank."""
         raise NotImplementedError
@@ -196,6 +202,8 @@ class EnvStepCheckpoint(ModelCheckpoint):
         save_weights_only: bool = False,
     ) -> None:
         check_positive_int("every_n_env_steps", every_n_env_steps)
+        expected = "False with save_weights_only, since a run is resumed from last.ckpt"
+        check(not (save_last and save_weights_only), "save_last", save_last, expected)
         if monitor is None and save_top_k > 1:
             # Lightning keeps more than one checkpoint only by a monitored value; the step keeps the newest.
             monitor, mode = "step", "max"

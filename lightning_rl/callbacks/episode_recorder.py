@@ -35,7 +35,8 @@ class EpisodeRecorder(Callback):
 
     Videos are `episode=….mp4`, with the episode numbers that the command line prints, counted over all ranks. The
     Minari data set `minari/<environment>/<algorithm>-v0` has the observations of the policy and the actions that the
-    environment received. Recording does not change the episodes.
+    environment received. Recording does not change the episodes, except that a video with backend `native` films
+    single environments, which have other seeds.
 
     Args:
         folder: Folder for the files.

@@ -63,6 +63,13 @@ class PolicyExport(EnvStepWriter):
         self._observations: Sequence[Nested] | None = None
         self._score: dict[str, Any] | None = None
 
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"score": self._score}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._score = state_dict["score"]
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return

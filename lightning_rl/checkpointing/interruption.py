@@ -249,6 +249,8 @@ def _is_over(trainer: Trainer) -> bool:
 def _save_beside_others(trainer: Trainer) -> None:
     folders = [c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]
     if not folders:
+        if any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.checkpoint_callbacks):
+            return  # it saves after this
         rank_zero_warn("Stopped by a signal, and nothing was saved: the Trainer saves no checkpoints")
         return
     path = os.path.join(folders[0], "interrupted.ckpt")

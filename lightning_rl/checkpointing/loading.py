@@ -137,9 +137,12 @@ def warm_start(
     in_effect = module.options, checkpoint[CHECKPOINT_KEY]["options"]
     here, there = (reward_scale(options["normalization.rewards"]) for options in in_effect)
     other_scale = [name for name in both if name.startswith("reward_normalizer.") and here != there]
+    other_shape = {n: (tuple(own[n].shape), tuple(stored[n].shape)) for n in both if own[n].shape != stored[n].shape}
+    # The count of running statistics would give weight to a mean and variance that do not fit.
+    other_shape |= {n: ((), ()) for n in both if n.endswith(".count") and f"{n[:-5]}mean" in other_shape}
     result = WarmStart(
-        loaded=[name for name in both if own[name].shape == stored[name].shape and name not in other_scale],
-        other_shape={n: (tuple(own[n].shape), tuple(stored[n].shape)) for n in both if own[n].shape != stored[n].shape},
+        loaded=[name for name in both if name not in other_shape and name not in other_scale],
+        other_shape=other_shape,
         other_scale=other_scale,
         not_stored=[name for name in own if name not in stored],
         not_here=[name for name in stored if name not in own],

@@ -246,10 +246,10 @@ def _argument_names(options: Mapping[str, Any]) -> set[str]:
 def _adopt_learning_rates(
     checkpoint: dict[str, Any], stored: Mapping[str, Any], own: Mapping[str, Any], optimizers: Sequence[Optimizer]
 ) -> None:
-    was_scheduled = _is_scheduled(stored) and not _is_scheduled(own)
     states, schedulers = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
         before, now = (_initial_rate(options, index) for options in (stored, own))
+        was_scheduled = _is_scheduled(stored, index) and not _is_scheduled(own, index)
         scheduler = schedulers[index] if index < len(schedulers) else {}
         for number, (group, new) in enumerate(zip(state["param_groups"], optimizer.param_groups, strict=True)):
             first, first_now = before * group.get(SCALE, 1.0), now * new.get(SCALE, 1.0)
@@ -262,14 +262,20 @@ def _adopt_learning_rates(
                     holder[key] = holder[key] / first * first_now if first else first_now
 
 
-def _is_scheduled(options: Mapping[str, Any]) -> bool:
-    rates = [options.get(name) for name in ("learning_rate", "optimizer.critic.learning_rate")]
-    changing = (options.get(f"optimizer.{name}") for name in ("anneal", "adaptive_learning_rate"))
-    return any(changing) or any(isinstance(rate, dict) for rate in rates)
+def _is_scheduled(options: Mapping[str, Any], index: int) -> bool:
+    adapts = options.get("optimizer.adaptive_learning_rate") and not _is_of_critic(options, index)
+    return bool(options.get("optimizer.anneal") or adapts or isinstance(_rate(options, index), dict))
 
 
 def _initial_rate(options: Mapping[str, Any], index: int) -> float:
+    return parse_schedule("learning_rate", _rate(options, index)).at(0, None)
+
+
+def _rate(options: Mapping[str, Any], index: int) -> Any:  # noqa: ANN401 - a number or a schedule
     critics = options.get("optimizer.critic.learning_rate")
+    return critics if critics is not None and _is_of_critic(options, index) else options["learning_rate"]
+
+
+def _is_of_critic(options: Mapping[str, Any], index: int) -> bool:
     # The order is actor, critic, then actor and critic of the auxiliary phase.
-    value = options["learning_rate"] if index % 2 == 0 or critics is None else critics
-    return parse_schedule("learning_rate", value).at(0, None)
+    return index % 2 == 1 and has_own_critic_optimizer(options)

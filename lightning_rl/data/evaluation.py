@@ -112,8 +112,7 @@ def run_episodes(
             if slots[index].remaining:
                 final = map_leaves(lambda like, x: np.asarray(x, like.dtype), collector.observations, finals[index])
                 slots[index].finish(episode_return, length, bool(step.terminated[index]), final)
-        for index in step.failed:
-            slot = slots[index]
+        for slot in (slots[index] for index in step.failed if slots[index].remaining):
             slot.steps, slot.failures_in_a_row = [], slot.failures_in_a_row + 1
             if slot.failures_in_a_row > MAX_RESTARTS_IN_A_ROW:
                 raise EnvironmentFailure(

@@ -531,8 +531,9 @@ class EnvironmentBatch:
             else:
                 exact, observations = self._base.load_state_dict(to_arrays(state["environments"]))
                 self._tracker.start(~exact)
+            infos = getattr(self._base, "restored_infos", {})
             for wrapper, kept in zip(self._histories, state["wrappers"], strict=True):
-                observations = wrapper.load_state_dict(kept, exact, observations)
+                observations = wrapper.load_state_dict(kept, exact, observations, infos)
         return exact, observations
 
     def close(self) -> None:

@@ -145,7 +145,7 @@ class ParallelEnvVector(VectorEnv):
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested]:
         """Replay the episodes of a state; return which rows see what they saw, `[B]`, and observations `[B, ...]`.
 
-        Copies whose observations differ begin new episodes.
+        Copies whose observations differ begin new episodes, whose `info` is in `restored_infos`.
         """
         exact = np.ones(self.num_envs, bool)
         infos: list[dict[str, Any]] = [{}] * self.num_envs
@@ -160,6 +160,7 @@ class ParallelEnvVector(VectorEnv):
             if not all(np.array_equal(x[rows], y[rows]) for x, y in pairs):
                 exact[rows] = False
                 self._start(index, stored["episode"] + 1, infos)
+        self.restored_infos = batch_infos(infos) | self._absent()
         return exact, self._concatenated()
 
     def _absent(self) -> dict[str, Array]:

@@ -21,6 +21,7 @@ from lightning_rl.environments.wrappers.transforms import (
     check_reward_options,
     make_reward_transform,
 )
+from lightning_rl.masks import find_masks
 from lightning_rl.options import OrDict
 from lightning_rl.validation import (
     ClassSpec,
@@ -193,6 +194,11 @@ class EnvironmentSpec:
         `previous_reward` in observations.
         """
         given = self.env
+        changing = {"frame_stack": given.frame_stack, "flatten_observations": given.flatten_observations}
+        for name, value in changing.items():
+            masks = find_masks(env.single_observation_space) if value else None
+            expected = f"its default, since it would change the action masks in observations ({masks}); use info"
+            check(masks is None, f"env.{name}", value, expected)
         if given.frame_stack is not None:
             env = FrameStack(env, given.frame_stack)
         if given.flatten_observations:

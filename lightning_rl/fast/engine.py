@@ -284,8 +284,9 @@ class CompiledEngine(FastEngine):
         return self._key(loss_of), how, [*batch.fields], batch.counts_all_rows, batch.is_normalized
 
     def _attributes(self) -> Iterator[Any]:
-        """Return all attributes that a loss may read; the guards are checked again if one of them is replaced."""
-        return itertools.chain(vars(self._model).values(), vars(self._model.estimator).values())
+        """Return attributes and buffers that a loss may read; the guards are checked again if one is replaced."""
+        own = vars(self._model)
+        return itertools.chain(own.values(), own["_buffers"].values(), vars(self._model.estimator).values())
 
     def _fitted(self, signature: tuple[Any, ...] | None, batch: Any) -> Binding | None:  # noqa: ANN401
         """Return the current binding with the inputs of a minibatch, or None if the guards need a check."""

@@ -105,6 +105,10 @@ class FlatAdam(Adam):
             for parameter in group["params"]:
                 parameter.grad = None
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._vectors = None  # they lack the new group
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._vectors = None  # they hold the previous state

@@ -9,6 +9,7 @@ import csv
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -95,7 +96,7 @@ def joined(logs: Iterable[Log]) -> list[Log]:
     parts: dict[Path, list[Log]] = {}
     for log in logs:
         parts.setdefault(log.run or log.folder.resolve(), []).append(log)
-    return [_merge(sorted(found, key=_first_step)) for found in parts.values()]
+    return [_merge(sorted(found, key=lambda log: (_first_step(log), _numbers(log)))) for found in parts.values()]
 
 
 def _merge(parts: list[Log]) -> Log:
@@ -110,6 +111,10 @@ def _merge(parts: list[Log]) -> Log:
     scalars = {key: series for key, series in scalars.items() if len(series.steps)}
     changed = list(dict.fromkeys(change for log in parts for change in log.changes))
     return Log(parts[0].folder, parts[-1].settings, scalars, parts[-1].seed, parts[0].run, changed)
+
+
+def _numbers(log: Log) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", log.folder.name)]  # version_9 before version_10
 
 
 def _first_step(log: Log) -> float:

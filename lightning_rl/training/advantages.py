@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -112,9 +112,9 @@ class AdvantageEstimator:
         each = zip(exact, parts, means, scales, strict=True)
         return [((x - mean) / scale).to(part.dtype) for x, part, mean, scale in each]
 
-    def normalized_over_rollout(self, batch: Batch) -> Batch:
-        """Return the batch with advantages normalized over all its rows if `normalize` is `rollout`."""
-        if self.normalize != "rollout" or batch.is_normalized:
+    def normalized_over_rollout(self, batch: Batch, kinds: Collection[str] = ("rollout",)) -> Batch:
+        """Return the batch with advantages normalized over all its rows if `normalize` is one of `kinds`."""
+        if self.normalize not in kinds or batch.is_normalized:
             return batch
         return self._with_normalized(batch.replace(), self.standardized(batch))
 
@@ -124,7 +124,7 @@ class AdvantageEstimator:
         """Yield the minibatches of a pass, with normalized advantages if `normalize` is `minibatch`.
 
         All minibatches are normalized at once: this takes little longer than one, and a single collective call. A
-        compiled loss normalizes at almost no cost.
+        compiled loss of this package normalizes at almost no cost; another one may not call `normalized`.
         """
         cut = batch.minibatches(order, num_minibatches)
         in_loss = loss_is_compiled and batch.is_plain and world_size() == 1

@@ -226,6 +226,7 @@ def _log_reduced(trainer: Trainer, values: Mapping[str, float], env_steps: int) 
     trainer.progress_bar_metrics.update({name: values[name] for name in _IN_PROGRESS_BAR if name in values})
     for logger in trainer.loggers:
         logger.log_metrics({**values}, step=env_steps)
+        logger.save()  # `CSVLogger` writes its rows then
 
 
 def _log_device(model: LightningModule) -> torch.device:

@@ -618,3 +618,18 @@ def test_a_script_prints_no_misleading_warnings(tmp_path):
         fit(EnvStepLimit(128), ckpt_path=tmp_path / "step=96.ckpt", log_every_n_steps=50)
     heard = [str(warning.message) for warning in caught]
     assert not [message for message in heard if re.search("LeafSpec|dataloader|log_every_n_steps|pre-optim", message)]
+
+
+def test_two_exports_have_separate_states_and_the_score_is_resumed(tmp_path):
+    exports = [PolicyExport(64, tmp_path / name) for name in "ab"]
+    fit(*exports, EnvStepLimit(64))
+    assert all((tmp_path / name / "step=64").exists() for name in "ab")
+    exports[0]._score = {"mean": 1.5}
+    again = PolicyExport(64, tmp_path / "a")
+    again.load_state_dict(exports[0].state_dict())
+    assert again._score == {"mean": 1.5}
+
+
+def test_last_checkpoint_with_weights_alone_is_refused():
+    with pytest.raises(ConfigurationError, match="save_last=True is not valid: expected False with save_weights_only"):
+        EnvStepCheckpoint(10, save_last=True, save_weights_only=True)

@@ -14,7 +14,7 @@ import gymnasium
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_rl import PPO, EnvStepCheckpoint, EnvStepValidation, LastCheckpoint, RolloutDataModule
 from lightning_rl.checkpointing.interruption import InterruptionGuard, early_termination
@@ -100,7 +100,7 @@ def run(folder: Path, *callbacks: Callback, ckpt_path: str | None = None, last: 
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        enable_checkpointing=last or any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+        enable_checkpointing=last or any(isinstance(callback, Checkpoint) for callback in callbacks),
     ).fit(model, data, ckpt_path=ckpt_path)
     return model
 
@@ -260,6 +260,13 @@ def test_interrupted_run_without_checkpoints_warns_that_nothing_was_saved(interr
         pytest.raises(SystemExit),
     ):
         run(tmp_path, *interrupt("update", send(signal.SIGTERM)), last=False)
+
+
+def test_checkpoint_on_exception_counts_as_saved(interrupt, tmp_path, recwarn):
+    with pytest.raises(SystemExit):
+        run(tmp_path, OnExceptionCheckpoint(tmp_path), *interrupt("update", send(signal.SIGTERM)), last=False)
+    assert (tmp_path / "on_exception.ckpt").exists()
+    assert not [warning for warning in recwarn if "nothing was saved" in str(warning.message)]
 
 
 def test_program_signal_handler_is_kept(interrupt, tmp_path):

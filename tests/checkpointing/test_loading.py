@@ -57,6 +57,14 @@ def test_warm_start_loads_everything_except_optimizer_and_clock(path):
     assert (model.env_steps, model.policy_version) == (0, 0)
 
 
+def test_warm_start_from_other_observations_begins_their_statistics_anew(path):
+    model = make_model(make_data("Acrobot-v1"), **NORMALIZED)
+    result = model.init_from(path)
+    moments = model.policy.observation_normalizer.moments
+    assert (int(moments.count), float(moments.mean.abs().sum()), float(moments.variance.sum())) == (0, 0, 6)
+    assert any(name.endswith("moments.count") for name in result.other_shape)
+
+
 @pytest.mark.parametrize(
     ("part", "prefixes"),
     [

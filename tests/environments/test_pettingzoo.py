@@ -114,8 +114,12 @@ class MaskedVector(ParallelEnvVector):
         return np.array([env.mask(a) * (a in env.agents) for env in self.copies for a in self.agents])
 
 
+def make_masked(num_envs, **kwargs):
+    return MaskedVector(lambda: Masked(**kwargs), num_envs)
+
+
 gymnasium.register("Probe/Relay-v0", vector_entry_point=make_relays)
-gymnasium.register("Probe/MaskedRelay-v0", vector_entry_point=lambda num_envs, **kw: MaskedVector(Masked, num_envs))
+gymnasium.register("Probe/MaskedRelay-v0", vector_entry_point=make_masked)
 RELAY = {"env_id": "Probe/Relay-v0", "backend": "native"}
 
 
@@ -241,6 +245,19 @@ def test_copies_that_cannot_be_replayed_begin_the_next_episode():
     env.step(np.zeros(2, int))
     exact, observations = resumed.load_state_dict(env.state_dict())
     assert not exact.any() and observations[0, 2] < 1 and resumed.state_dict()["copies"]["0"] == {"episode": 1}
+
+
+def test_copies_that_cannot_be_replayed_begin_the_next_episode_with_masks_from_info(tmp_path):
+    def make():
+        env = {"action_mask": "info.mask", "kwargs": {"noise": 1.0}}
+        return make_data("Probe/MaskedRelay-v0", backend="native", num_envs=4, env=env)
+
+    data, trainer = make(), make_trainer()
+    model = make_model(data)
+    trainer.fit(model, data)
+    trainer.save_checkpoint(path := tmp_path / "run.ckpt")
+    with pytest.warns(UserWarning, match="could not be restored: they begin new episodes"):
+        make_trainer(max_epochs=2).fit(make_model(data := make()), data, ckpt_path=path)
 
 
 def test_id_names_the_module_of_a_parallel_environment():

@@ -15,6 +15,7 @@ from lightning_rl.environments import AtariPreprocessing, EnvConfig, Environment
 from lightning_rl.environments.make import make_single
 from lightning_rl.environments.registry import find_spec
 from lightning_rl.environments.wrappers.transforms import make_reward_transform
+from lightning_rl.masks import ActionMask
 from lightning_rl.nested import first_leaf, leaves, map_leaves
 from lightning_rl.policies.actor_critic import PolicyOutput
 from lightning_rl.spaces import is_image
@@ -565,3 +566,19 @@ def test_time_limit_of_an_atari_game_counts_steps_of_frame_skip_frames(backend):
     (end,) = rollout.truncated[:, 0].nonzero().flatten().tolist()
     assert end in (8, 9) and not rollout.terminated.any()  # one of the 40 frames is a no-op
     assert rollout.frames == 4 * rollout.num_steps
+
+
+class DeclaresMask(gymnasium.Env):
+    observation_space = spaces.Dict({"own": spaces.Box(0, 1, (2,)), "mask": ActionMask(3)})
+    action_space = spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return {"own": np.zeros(2, np.float32), "mask": np.ones(3, np.int8)}, {}
+
+
+@pytest.mark.parametrize("env", [{"frame_stack": 2}, {"flatten_observations": True}])
+def test_options_that_would_change_masks_in_observations_are_refused(env):
+    gymnasium.register("Probe/DeclaresMask-v0", DeclaresMask)
+    with pytest.raises(ConfigurationError, match=r"^env\..* it would change the action masks in observations \(mask\)"):
+        _ = make_data("Probe/DeclaresMask-v0", env=env).observation_space

@@ -164,6 +164,48 @@ def test_a_number_that_the_loss_reads_may_change_within_a_rollout(uncompiled):
     assert_alike(*ends)
 
 
+def test_a_buffer_that_the_loss_reads_may_change_within_a_rollout(uncompiled):
+    class Rising(PPO):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.register_buffer("extra_coef", torch.zeros(()))
+
+        def update(self, rollout: Any) -> None:
+            for minibatch in self.minibatches(self.batch(rollout), self.num_epochs, self.num_minibatches):
+                self.extra_coef = self.extra_coef + 1
+                self.descend(self.loss, minibatch)
+
+        def loss(self, batch: Any) -> Any:
+            loss = super().loss(batch)
+            loss.add("extra", batch.values + 1, self.extra_coef)
+            loss.observe(coef=self.extra_coef.expand(len(batch)))
+            return loss
+
+    for fast_paths in ("compiled", "none"):
+        model = learn(rollouts=[0], fast_paths=fast_paths, algorithm=Rising)
+        assert model.losses["coef"] == 2.5  # of four minibatches
+
+
+@pytest.mark.parametrize("normalize", ["minibatch", "rollout", "none"])
+def test_a_loss_that_reads_the_advantages_gets_them_as_normalized_as_without_compiler(normalize, uncompiled):
+    class Own(PPO):
+        def loss(self, batch: Any) -> Any:
+            distribution, values = self.actor_critic(batch)
+            loss = self.new_loss(batch)
+            loss.add("policy_loss", -distribution.log_prob(batch.actions) * batch.advantages)
+            loss.observe(square=batch.advantages.square())
+            loss.add_value(values, 0.5)
+            return loss
+
+    advantages = {"normalize": normalize}
+    ends = [learn(algorithm=Own, fast_paths=path, advantages=advantages) for path in ("compiled", "none")]
+    assert_alike(*ends)
+    assert ends[0].losses["square"] == pytest.approx(ends[1].losses["square"], rel=1e-5)
+    rollout = random_rollout(ends[0].policy, seed=9)
+    square = ends[0].compute_loss(rollout)["square"]
+    assert (square == pytest.approx(1, abs=0.1)) == (normalize != "none")
+
+
 def test_resumed_run_is_bit_identical(uncompiled, tmp_path):
     whole = make_model(data := make_data(), debug={"fast_paths": "compiled"})
     make_trainer(max_epochs=2).fit(whole, data)

@@ -105,6 +105,18 @@ def clear(network: nn.Module, optimizer: Optimizer) -> None:
     optimizer.state.update(states)
 
 
+def test_parameters_of_a_group_that_is_added_later_are_trained():
+    ours, adams = pair()
+    for network, optimizer in (ours, adams):
+        learn(network, optimizer)
+        network.add_module("3", nn.Linear(2, 2))
+        torch.manual_seed(1)
+        network[3].reset_parameters()  # type: ignore[operator]
+        optimizer.add_param_group({"params": network[3].parameters()})
+        learn(network, optimizer)
+    assert_same(ours, adams)
+
+
 @pytest.mark.parametrize("happens", [to_double, put_elsewhere, reload, clear])
 def test_replaced_parameters_or_state_are_detected(happens: Callable[[nn.Module, Optimizer], None]):
     ours, adams = pair()

@@ -176,6 +176,18 @@ def test_logs_of_resumed_run_are_joined_and_last_values_count(tmp_path):
     assert other.settings == {} and other.scalars[RETURN].values.tolist() == [7]
 
 
+def test_of_starts_with_the_same_first_step_the_newest_counts(tmp_path):
+    write_run(tmp_path / "run", [0])
+    for version, last in ((8, 1), (9, 1), (10, 4)):
+        logger = CSVLogger(tmp_path / "logs", name="", version=version)
+        for number in range(last):
+            logger.log_metrics({RETURN: version}, step=10 + 10 * number)
+        logger.save()
+        (tmp_path / f"logs/version_{version}" / RUN_FOLDER).write_text("../../run\n")
+    (log,) = joined(find_logs(tmp_path / "logs"))
+    assert log.scalars[RETURN].values.tolist() == [10, 10, 10, 10]
+
+
 def test_resumed_run_with_csv_logger_is_one_seed(in_tmp_path, monkeypatch, capsys):
     fit = ["fit", "--model=PPO", "--data.env_id=CartPole-v1", "--data.num_envs=2", "--data.rollout_length=16"]
     fit += ["--data.rollouts_per_epoch=2", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=0"]

@@ -99,6 +99,15 @@ def test_last_and_best_find_newest_checkpoints(checkpoint, in_tmp_path):
         find_trained("last", "own.yaml")
 
 
+def test_configuration_beside_a_checkpoint_counts_unless_it_is_in_a_run(tmp_path):
+    inside, outside = tmp_path / "pulled/config.yaml", tmp_path / "config.yaml"
+    inside.parent.mkdir()
+    for path in (inside, outside):
+        path.write_text("data: {}\n")
+    assert config_of(tmp_path / "pulled/model.ckpt") == inside
+    assert config_of(tmp_path / "checkpoints/last.ckpt") == outside
+
+
 def test_run_configuration_has_precedence_over_checkpoint(run, checkpoint, tmp_path):
     path = with_config(run, evaluation={"deterministic": False}, env={"atari": {"frame_skip": 4}})
     try:

@@ -91,11 +91,13 @@ class VectorHistory(VectorWrapper, ABC):
         memory = map_leaves(lambda x: torch.from_numpy(x.copy()), self.memory)
         return {"memory": memory, "resets_next": torch.from_numpy(self._resets_next.copy())}
 
-    def load_state_dict(self, state: dict[str, Any], exact: Array, observations: Nested) -> Nested:
+    def load_state_dict(
+        self, state: dict[str, Any], exact: Array, observations: Nested, infos: dict[str, Any]
+    ) -> Nested:
         """Restore the history, and return the current `observations` with it.
 
         The state may come from another number of environments. Environments that were not restored exactly, `[B]`, have
-        begun new episodes.
+        begun new episodes, with these `infos`.
         """
 
         def load(own: Array, stored: torch.Tensor) -> None:
@@ -105,7 +107,7 @@ class VectorHistory(VectorWrapper, ABC):
         load(self._resets_next, state["resets_next"])
         if not exact.all():
             self._resets_next[~exact] = False
-            self.start_episodes(~exact, observations, {})
+            self.start_episodes(~exact, observations, infos)
         return self.show(observations)
 
 
