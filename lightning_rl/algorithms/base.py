@@ -637,7 +637,7 @@ class OnPolicyAlgorithm(LightningModule):
     def on_train_start(self) -> None:
         _update_acting_policy(self)
         restore_this_rank(self, self.restored.get("ranks", []))
-        made = sum(bool(x.param_groups) for x in self.trainer.optimizers) // self.steps.num_sets
+        made = sum(bool(x.param_groups) for x in self.steps.all_optimizers) // self.steps.num_sets
         expected = "one, or one for the actor and one for the critic"
         check(0 < made <= 2, "configure_optimizers", f"{made} optimizers", expected)
         for config in self.trainer.lr_scheduler_configs:
