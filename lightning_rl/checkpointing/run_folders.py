@@ -233,8 +233,8 @@ def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
 def default_checkpoints(folder: Path, given: list[Callback], validates: bool) -> list[Callback]:
     """Return callbacks that save the last checkpoint and, unless `given` monitors another value, the best one."""
     added: list[Callback] = []
-    for callback in given:  # `--ckpt_path last` looks in `folder`, and other folders lose the best score on resume
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+    for callback in given:  # `--ckpt_path last` looks in `folder`
+        if isinstance(callback, LastCheckpoint) and callback.dirpath is None:
             callback.dirpath = str(folder)
     monitors = any(isinstance(callback, ModelCheckpoint) and callback.monitor is not None for callback in given)
     if validates and not monitors:

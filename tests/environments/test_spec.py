@@ -574,11 +574,31 @@ class DeclaresMask(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        return {"own": np.zeros(2, np.float32), "mask": np.ones(3, np.int8)}, {}
+        self.count = 0
+        return self.see(), {}
+
+    def step(self, action):
+        assert self.see()["mask"][action] == 1
+        self.count += 1
+        return self.see(), 1.0, False, self.count == 7, {}
+
+    def see(self):
+        mask = np.arange(3) == self.count % 3
+        return {"own": np.full(2, self.count / 7, np.float32), "mask": mask.astype(np.int8)}
 
 
-@pytest.mark.parametrize("env", [{"frame_stack": 2}, {"flatten_observations": True}])
-def test_options_that_would_change_masks_in_observations_are_refused(env):
-    gymnasium.register("Probe/DeclaresMask-v0", DeclaresMask)
-    with pytest.raises(ConfigurationError, match=r"^env\..* it would change the action masks in observations \(mask\)"):
-        _ = make_data("Probe/DeclaresMask-v0", env=env).observation_space
+gymnasium.register("Probe/DeclaresMask-v0", DeclaresMask)
+
+
+def test_flattening_masks_in_observations_is_refused():
+    with pytest.raises(ConfigurationError, match=r"^env.flatten_observations=True .* have action masks \(mask\)"):
+        _ = make_data("Probe/DeclaresMask-v0", env={"flatten_observations": True}).observation_space
+
+
+@pytest.mark.parametrize("options", [{}, {"previous_action": True}, {"frame_stack": 3}])
+def test_masks_that_an_environment_declares_count_with_options_of_observations(options):
+    data = make_data("Probe/DeclaresMask-v0", env=options)
+    assert data.observation_space["mask"] == ActionMask(3)
+    trainer = make_trainer(limit_val_batches=1)
+    trainer.fit(make_model(data), data)  # the environment raises for other actions
+    assert trainer.callback_metrics["train/entropy"] == pytest.approx(0, abs=1e-6)

@@ -17,7 +17,7 @@ from gymnasium.vector.utils import batch_space
 from lightning_rl.environments.contract import IDLE, LIFE_LOST, LOST, Array, autoreset_mode, row_of
 from lightning_rl.environments.wrappers.action_repeat import as_earned_in_training
 from lightning_rl.environments.wrappers.transforms import RewardTransform
-from lightning_rl.masks import MAX_INTEGER_CHOICES, has_choices, num_choices
+from lightning_rl.masks import MAX_INTEGER_CHOICES, ActionMask, has_choices, num_choices
 from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths, replace_leaves
 from lightning_rl.spaces import image_layout, is_image, space_to_dict
 from lightning_rl.validation import ConfigurationError, check
@@ -114,7 +114,8 @@ class VectorHistory(VectorWrapper, ABC):
 class FrameStack(VectorHistory):
     """Stacks the observations of the last `size` steps, oldest first; an episode begins with copies of its first one.
 
-    Every leaf gets a new first dimension of this size, except images, whose channels are concatenated.
+    Every leaf gets a new first dimension of this size, except images, whose channels are concatenated, and action
+    masks, of which the newest counts.
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any], size: int) -> None:
@@ -146,6 +147,8 @@ def stacked_space(space: spaces.Space[Any], size: int) -> spaces.Space[Any]:
     """Return the space of `size` stacked observations."""
 
     def stacked(path: str, leaf: spaces.Space[Any]) -> spaces.Space[Any]:
+        if isinstance(leaf, ActionMask):
+            return leaf
         if isinstance(leaf, spaces.Discrete):
             return spaces.MultiDiscrete([leaf.n] * size, leaf.dtype.type, start=[leaf.start] * size)
         if isinstance(leaf, spaces.MultiDiscrete):
@@ -162,7 +165,10 @@ def stacked_space(space: spaces.Space[Any], size: int) -> spaces.Space[Any]:
 
 
 def _fold(space: spaces.Space[Any], frames: Array) -> Array:
-    """Concatenate the channels of frames `[..., size, *shape]` of an image; return other leaves unchanged."""
+    """Concatenate the channels of frames `[..., size, *shape]` of an image, and take the last one of action masks."""
+    if isinstance(space, ActionMask):
+        newest: Array = frames.take(-1, -1 - len(space.shape))
+        return newest
     if not is_image(space):
         return frames
     size, lead = frames.shape[-4], frames.shape[:-4]
