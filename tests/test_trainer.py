@@ -443,7 +443,7 @@ def test_lightnings_tuner_is_refused_with_what_to_do_instead():
 @pytest.mark.parametrize(
     ("callback", "message"),
     [
-        (BackboneFinetuning, "BackboneFinetuning|BaseFinetuning cannot be used: .*requires_grad_"),
+        (BackboneFinetuning, "BaseFinetuning cannot be used: .*requires_grad_"),
         (lambda: StochasticWeightAveraging(1e-2), "StochasticWeightAveraging cannot be used: .*EMAWeightAveraging"),
         (lambda: GradientAccumulationScheduler({0: 2}), "GradientAccumulationScheduler cannot be used: .*minibatches"),
     ],

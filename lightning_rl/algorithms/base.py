@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_rl import fast
 from lightning_rl.checkpointing.failed_update import skip_or_raise
@@ -46,6 +45,7 @@ from lightning_rl.training.advantages import AdvantageEstimator, explained_varia
 from lightning_rl.training.checks import (
     check_mesh,
     check_options,
+    check_schedulers,
     check_spaces,
     check_strategy,
     check_trainer,
@@ -297,9 +297,7 @@ class OnPolicyAlgorithm(LightningModule):
         """Yield the minibatches of one pass; `weight` divides by the rows of all ranks in the k-th one."""
         order = self.minibatch_order(batch.num_items)
         may_lack_rows = batch.sequences is not None or len(order) < num_minibatches
-        methods = [getattr(type(self), name, type(self)) for name in ("loss", "add_policy_terms")]
-        normalizes = self.steps.engine.compiles_loss and all(x.__module__.startswith("lightning_rl.") for x in methods)
-        minibatches = self.estimator.minibatches(batch, order, num_minibatches, normalizes)
+        minibatches = self.estimator.minibatches(batch, order, num_minibatches, self.steps.engine.normalizes_in_loss)
         # Several ranks agree on the weights of all minibatches at once; a single rank makes one minibatch at a time.
         for parts in [list(minibatches)] if world_size() > 1 else ([part] for part in minibatches):
             set_global_weights(parts)
@@ -640,11 +638,7 @@ class OnPolicyAlgorithm(LightningModule):
         made = sum(bool(x.param_groups) for x in self.steps.all_optimizers) // self.steps.num_sets
         expected = "one, or one for the actor and one for the critic"
         check(0 < made <= 2, "configure_optimizers", f"{made} optimizers", expected)
-        for config in self.trainer.lr_scheduler_configs:
-            how = f"{type(config.scheduler).__name__}, frequency {config.frequency}"
-            expected = "a scheduler with frequency 1 that needs no metric: it steps after each rollout"
-            needs_metric = isinstance(config.scheduler, ReduceLROnPlateau)
-            check(config.frequency == 1 and not needs_metric, "configure_optimizers", how, expected)
+        check_schedulers(self.trainer)
         warn_of_untrained_parameters(self, self.steps.all_optimizers)
         for optimizer in self.steps.all_optimizers:
             for group in optimizer.param_groups:  # a checkpoint may come from another device

@@ -78,9 +78,7 @@ class EnvStepWriter(EnvStepInterval):
 
     @property
     def state_key(self) -> str:
-        options: dict[str, Any] = {"every_n_env_steps": self.every_n_env_steps}
-        options |= {} if self.dirpath is None else {"dirpath": str(self.dirpath)}
-        return f"{type(self).__qualname__}{options}"
+        return f"{super().state_key}{self.dirpath or ''}"  # two callbacks may write into two folders
 
     def write(self, folder: Path, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the files of the current environment step into a folder; called on the first rank."""

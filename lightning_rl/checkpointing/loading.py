@@ -93,7 +93,8 @@ class WarmStart(NamedTuple):
 
     Attributes:
         loaded: Tensors that were loaded.
-        other_shape: Not loaded because the shapes differ: name → (shape in the module, shape in the checkpoint).
+        other_shape: Not loaded because the shapes differ: name → (shape in the module, shape in the checkpoint). Also
+            counts of running statistics whose mean has another shape.
         other_scale: Not loaded because `normalization.rewards` of the checkpoint selects another divisor.
         not_stored: Not loaded because the checkpoint does not have them.
         not_here: Tensors that only the checkpoint has.

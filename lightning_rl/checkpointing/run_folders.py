@@ -217,10 +217,14 @@ def _has_only_weights(path: Path) -> bool:
     return checkpoint is not None and is_weights_only(checkpoint)  # reading it again raises an error that names it
 
 
+def folder_around(checkpoint: Path) -> Path | None:
+    """Return the run folder that has a checkpoint in its folder of checkpoints, or None."""
+    return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else None
+
+
 def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
     """Return the run folder of a checkpoint; None if a later one in it would be overwritten, or it is not in a run."""
-    run_dir = checkpoint.parent.parent
-    if checkpoint.parent.name != CHECKPOINTS:
+    if (run_dir := folder_around(checkpoint)) is None:
         return None
     for path, steps in _furthest_first(checkpoint.parent).items():
         if path == checkpoint:

@@ -188,8 +188,8 @@ class OnPolicyCLI(LightningCLI):
     def _check_changes(self) -> None:
         """Refuse to resume with other settings than at the last start of the run, unless the user confirms them."""
         path = Path(self._option("ckpt_path"))
-        is_in_run = path.parent.name == run_folders.CHECKPOINTS
-        last = run_folders.configurations(path.parent.parent)[-1:] if is_in_run else []
+        run = run_folders.folder_around(path)
+        last = [] if run is None else run_folders.configurations(run)[-1:]
         if not (self._fits and last) or self._option("resume_changes") == "allow":
             return
         if changed := changes(read_yaml(last[0], "config") or {}, self.config_dump):

@@ -70,7 +70,7 @@ def step_progress(model: LightningModule) -> Any:  # noqa: ANN401
 class FastEngine:
     """Computes gradients in closed form if there is one, and skips Lightning's hooks in backward passes and steps."""
 
-    compiles_loss = False
+    normalizes_in_loss = False
 
     def __init__(self, closed_form: PPOLoss | None = None) -> None:
         self.closed_form = closed_form
@@ -145,11 +145,12 @@ class CompiledEngine(FastEngine):
     `captures` has the captured graphs of each loss, `failed` the losses that cannot be compiled.
     """
 
-    compiles_loss = True
-
     def __init__(self, model: Any) -> None:  # noqa: ANN401 - an algorithm, whose module imports this folder
         super().__init__()
         self._model = model
+        # A loss from another package may read the advantages of a minibatch.
+        methods = [getattr(model, name) for name in ("loss", "add_policy_terms") if hasattr(model, name)]
+        self.normalizes_in_loss = all(method.__module__.startswith("lightning_rl.") for method in methods)
         self.captures: dict[Any, Capture] = {}
         self.failed: set[Any] = set()
         # Pairs of loss and network part whose step is not in the program.

@@ -136,7 +136,7 @@ class RecurrentCore(nn.Module):
             state = map_leaves(
                 lambda m: torch.where(segments.fresh, 0, m[segments.sequence]).transpose(0, 1).contiguous(), memory
             )
-            unroll = self._unroll_packed if x.is_cuda and hasattr(self, "rnn") else self._unroll_in_runs
+            unroll = self._unroll_packed if x.is_cuda else self._unroll_in_runs
             outputs, state = unroll(x, segments, state, weights)
             which, sequence = segments.last
             after = map_leaves(lambda m, new: m.index_copy(0, sequence, new[:, which].transpose(0, 1)), memory, state)
@@ -298,6 +298,11 @@ class CellCore(RecurrentCore):
     def _unroll_run(self, steps: Tensor, state: Nested, weights: list[Tensor]) -> tuple[Tensor, Nested]:
         outputs, state = self._compute(steps, state.transpose(0, 1))
         return outputs, state.transpose(0, 1)
+
+    def _unroll_packed(
+        self, x: Tensor, segments: Segments, state: Nested, weights: list[Tensor]
+    ) -> tuple[Tensor, Nested]:
+        return self._unroll_in_runs(x, segments, state, weights)
 
 
 def make_core(in_features: int, options: MemoryOptions) -> RecurrentCore:

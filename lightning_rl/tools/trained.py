@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from lightning_rl import algorithms
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
-from lightning_rl.checkpointing.run_folders import CHECKPOINTS, RUNS, configurations, find_checkpoint, run_root
+from lightning_rl.checkpointing.run_folders import RUNS, configurations, find_checkpoint, folder_around, run_root
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.data.evaluation import Evaluator
 from lightning_rl.data.recorded_episodes import RecordedEpisodes
@@ -124,9 +124,9 @@ def _content(config: Path) -> dict[str, Any]:
 
 def config_of(path: str | Path) -> Path | None:
     """Return the newest configuration in the run folder of a checkpoint, or beside the checkpoint, or None."""
-    folder = Path(path).absolute().parent
-    places = (folder.parent, folder) if folder.name == CHECKPOINTS else (folder,)
-    return next((found[-1] for place in places if (found := configurations(place))), None)
+    checkpoint = Path(path).absolute()
+    places = folder_around(checkpoint), checkpoint.parent
+    return next((found[-1] for place in places if place is not None and (found := configurations(place))), None)
 
 
 def shipped_configs() -> dict[str, Path]:

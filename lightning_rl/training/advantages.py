@@ -119,7 +119,7 @@ class AdvantageEstimator:
         return self._with_normalized(batch.replace(), self.standardized(batch))
 
     def minibatches(
-        self, batch: Batch, order: Tensor, num_minibatches: int, loss_is_compiled: bool = False
+        self, batch: Batch, order: Tensor, num_minibatches: int, normalizes_in_loss: bool = False
     ) -> Iterator[Batch]:
         """Yield the minibatches of a pass, with normalized advantages if `normalize` is `minibatch`.
 
@@ -127,7 +127,7 @@ class AdvantageEstimator:
         compiled loss of this package normalizes at almost no cost; another one may not call `normalized`.
         """
         cut = batch.minibatches(order, num_minibatches)
-        in_loss = loss_is_compiled and batch.is_plain and world_size() == 1
+        in_loss = normalizes_in_loss and batch.is_plain and world_size() == 1
         if self.normalize != "minibatch" or batch.is_normalized or in_loss:
             yield from cut
             return

@@ -31,6 +31,7 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_rl.nested import space_leaves
 from lightning_rl.options import changed
@@ -190,10 +191,8 @@ def check_callbacks(trainer: Trainer, model: Any) -> None:  # noqa: ANN401 - an 
                 f"their number is a multiple of {every[1]} at the end of a rollout; EnvStepCheckpoint counts "
                 "environment steps"
             )
-        field, every_step = (
-            f"trainer.callbacks: {type(callback).__name__}",
-            getattr(callback, "update_every_n_steps", 1),
-        )
+        field = f"trainer.callbacks: {type(callback).__name__}"
+        every_step = getattr(callback, "update_every_n_steps", 1)
         expected = "1: EMAWeightAveraging averages after a rollout, and only at a multiple of so many gradient steps"
         check(every_step == 1, f"{field}.update_every_n_steps", every_step, expected)
         monitor, mode = getattr(callback, "monitor", None), getattr(callback, "mode", "max")
@@ -267,6 +266,15 @@ def check_spaces(model: Any, data: object) -> None:  # noqa: ANN401 - an algorit
                 f"{name}={found} of {env_id} does not fit: expected {expected}, the space that "
                 f"{type(model).__name__} was made for"
             )
+
+
+def check_schedulers(trainer: Trainer) -> None:
+    """Check that schedulers that `configure_optimizers` returns can step after each rollout."""
+    for config in trainer.lr_scheduler_configs:
+        how = f"{type(config.scheduler).__name__}, frequency {config.frequency}"
+        expected = "a scheduler with frequency 1 that needs no metric: it steps after each rollout"
+        needs_metric = isinstance(config.scheduler, ReduceLROnPlateau)
+        check(config.frequency == 1 and not needs_metric, "configure_optimizers", how, expected)
 
 
 def warn_of_untrained_parameters(model: nn.Module, optimizers: Sequence[Any]) -> None:

@@ -377,10 +377,11 @@ class GradientSteps:
 class EagerEngine:
     """Computes gradients with autograd and steps optimizers through Lightning, with all of its hooks.
 
-    All engines give the same results up to rounding. `compiles_loss` is whether the loss is compiled into one program.
+    All engines give the same results up to rounding. `normalizes_in_loss` is whether the loss is compiled and
+    normalizes the advantages of a minibatch itself.
     """
 
-    compiles_loss = False
+    normalizes_in_loss = False
 
     def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> None:  # noqa: ANN401
         """Return None: this engine has no program for a whole step."""
