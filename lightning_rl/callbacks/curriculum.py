@@ -53,7 +53,7 @@ class Curriculum(Callback):
     Args:
         stages: The stages, as `CurriculumStage` or dicts of its fields.
         episodes: Number of recent training episodes of all ranks in the mean return of `until_return`. Episodes that
-            ended in an earlier stage do not count.
+            ended in an earlier stage, or in an actor's rollout that was requested in one, do not count.
     """
 
     def __init__(self, stages: Stages, episodes: int = 50) -> None:
@@ -95,7 +95,8 @@ class Curriculum(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Rollout, batch_idx: int
     ) -> None:
-        for returns in gather_ranks(batch.episodes.returns):
+        # Actors finish rollouts that were requested in an earlier stage.
+        for returns in gather_ranks([] if batch.has_old_settings else batch.episodes.returns):
             self._returns.extend(returns)
         before = self.stage
         while self._is_over(env_steps_of(pl_module)):

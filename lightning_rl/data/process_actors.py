@@ -11,6 +11,7 @@ import queue
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
@@ -140,6 +141,8 @@ class ProcessActors(Actors):
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._turns = list(range(options.count))  # actors, the least recently served first
+        # Settings in the requests of each actor that it has not answered, the oldest first.
+        self._requested: list[deque[EnvSettings]] = [deque() for _ in range(options.count)]
         with signals_waiting(), none_left_on_failure():
             self._start(context, copy_to_cpu(policy))
             # Runs before multiprocessing's own exit handler, which sends a signal that actors ignore, and waits.
@@ -166,8 +169,10 @@ class ProcessActors(Actors):
                 self._request(actor)
 
     def _request(self, actor: int, another: bool = True) -> None:
+        settings = self.setup.sampler.settings
+        self._requested[actor].append(settings)
         with contextlib.suppress(OSError):  # the process has ended; `_check_actors` raises
-            self._pipes[actor].send(self.setup.sampler.settings if another else None)
+            self._pipes[actor].send(settings if another else None)
 
     def send_policy(self, policy: nn.Module, version: int) -> None:
         self._weights.publish(policy, version, self._check_actors)
@@ -185,6 +190,7 @@ class ProcessActors(Actors):
             self._check_actors()
             raise
         rollout = unpack(received, actor)
+        rollout.has_old_settings = self._requested[actor].popleft() is not self.setup.sampler.settings
         self._turns.remove(actor)
         self._turns.append(actor)
         self._since[actor] = time.monotonic()

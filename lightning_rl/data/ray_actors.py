@@ -109,7 +109,7 @@ class RayActors(Actors):
         super().__init__(options, setup, version)
         self._resources = dict(options.resources or {"CPU": 1})
         self._owns_session = _connect(ray, options.ray_address)
-        self._requests: dict[Any, tuple[int, int]] = {}  # actor, and its life
+        self._requests: dict[Any, tuple[int, int, EnvSettings]] = {}  # actor, its life, and settings
         self._members: list[_Member] = []
         self._losses, self._warned_of_loss = 0, False
         self._nobody_since = time.monotonic()
@@ -164,18 +164,19 @@ class RayActors(Actors):
 
     def _request_join(self, actor: int) -> None:
         member = self._members[actor]
-        self._requests[member.handle.join.remote(self._policy)] = actor, member.life
+        self._requests[member.handle.join.remote(self._policy)] = actor, member.life, self.setup.sampler.settings
 
     def _request_rollout(self, actor: int) -> None:
         member = self._members[actor]
         collect = member.handle.collect.options(max_task_retries=0)
-        reference = collect.remote(member.requested, self.setup.sampler.settings, *self._weights)
-        self._requests[reference] = actor, member.life
+        settings = self.setup.sampler.settings
+        reference = collect.remote(member.requested, settings, *self._weights)
+        self._requests[reference] = actor, member.life, settings
         member.requested += 1
 
     def _take_answer(self, reference: Any) -> Rollout | None:  # noqa: ANN401 - a type of Ray
         """Process an answer, and send the next request; return the rollout if the answer is one."""
-        actor, life = self._requests.pop(reference)
+        actor, life, settings = self._requests.pop(reference)
         member = self._members[actor]
         is_current = life == member.life  # the process has not been lost since the request
         try:
@@ -196,8 +197,9 @@ class RayActors(Actors):
                 member.where = answer
             for _ in range(self.options.rollouts_ahead if joins else 1):
                 self._request_rollout(actor)
-        if not joins:
+        if rollout is not None:
             member.losses = 0
+            rollout.has_old_settings = settings is not self.setup.sampler.settings
         return rollout
 
     def _replace(self, actor: int, error: Exception) -> None:
@@ -226,7 +228,7 @@ class RayActors(Actors):
             )
         for index, member in enumerate(self._members):
             if member.where and now - member.since > limit:
-                own = [reference for reference, (actor, _) in self._requests.items() if actor == index]
+                own = [reference for reference, (actor, *_) in self._requests.items() if actor == index]
                 if not self._ray.wait(own, num_returns=1, timeout=0)[0]:  # it has not answered meanwhile
                     raise EnvironmentFailure(
                         f"{self.setup.describe(index)} gave no rollout within actors.timeout={limit:g} seconds: its "

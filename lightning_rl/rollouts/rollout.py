@@ -67,6 +67,7 @@ class Rollout(SimpleNamespace):
         failures: Message for each environment that was replaced; None if failures end the run.
         frames: Number of simulator steps if actions are repeated; None: one for each real step.
         actor: Asynchronous actor that collected the rollout; None: the learner.
+        has_old_settings: Whether the settings of the environments have changed since the learner requested the rollout.
         log_rhos: Log importance ratios of the learner's policy, `[T, B]`, if an algorithm that corrects for older
             policies has replaced `log_probs`; else None.
         dropped: Number of rollouts that were dropped before this one because their policy was too old.
@@ -98,6 +99,7 @@ class Rollout(SimpleNamespace):
     failures: list[str] | None = None
     frames: int | None = None
     actor: int | None = None
+    has_old_settings: bool = False
     log_rhos: Tensor | None = None
     dropped: int = 0
     actors_lost: int | None = None

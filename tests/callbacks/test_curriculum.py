@@ -112,6 +112,21 @@ def test_actors_change_with_the_next_requested_rollout():
     assert not seen.observations[0][..., 2].any()
 
 
+def test_episodes_that_actors_play_in_an_earlier_stage_do_not_end_the_next_one():
+    """Episodes of length 10 return at least 5, those of length 2 at most 2."""
+    stages = stages_of("length", 10, 2, 3)
+    for stage in stages[:2]:
+        stage["until_return"] = 5
+        del stage["until_env_steps"]
+    data = make_data(ENV_ID, actors={"count": 2}, rollout_length=40, rollouts_per_epoch=8)
+    model = IMPALA(data.observation_space, data.action_space)
+    seen, curriculum = Seen(), Curriculum(stages, episodes=2)
+    fit(curriculum, data, seen, model=model)
+    lengths = [set(x[..., 1].flatten().tolist()) for x in seen.observations]
+    assert 10 in lengths[1] and 2 in lengths[-1]
+    assert curriculum.stage == 1
+
+
 def test_environments_that_replace_failed_ones_keep_the_stage():
     class Fragile(Adjustable):
         def step(self, action):
