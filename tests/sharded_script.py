@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_rl import IMPALA, PPO, RND, VMPO
+from lightning_rl import IMPALA, PPO, RND, VMPO, PolicyExport
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.policies.sharding import whole
 from tests.helpers import (
@@ -91,6 +91,13 @@ def resume(folder: Path) -> dict[str, Any]:
     return found
 
 
+def export(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the parameters at the end of a sharded run that exports its policy."""
+    model, data = make("ppo")
+    make_trainer(callbacks=[PolicyExport(10**6, folder, programs=["greedy"])], **sharded()).fit(model, data)
+    return {name: whole(x).detach().clone() for name, x in model.named_parameters()}
+
+
 def fail(folder: Path, rank: int) -> str:
     """A loss that is not finite on the second rank."""
     torch.manual_seed(0)
@@ -108,7 +115,8 @@ def fail(folder: Path, rank: int) -> str:
 def main(folder: Path) -> None:
     ends = {case: [train(case, options())[0] for options in (lambda: DDP, sharded)] for case in CASES}
     rank = torch.distributed.get_rank()
-    torch.save({"ends": ends, "checkpoints": resume(folder), "failed": fail(folder, rank)}, folder / f"rank_{rank}.pt")
+    found = {"ends": ends, "checkpoints": resume(folder), "exported": export(folder / "policies")}
+    torch.save({**found, "failed": fail(folder, rank)}, folder / f"rank_{rank}.pt")
 
 
 if __name__ == "__main__":

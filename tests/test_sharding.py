@@ -59,6 +59,12 @@ def test_a_checkpoint_of_a_sharded_run_is_tested_and_loads_in_one_process(ranks,
     assert model.env_steps == 256
 
 
+def test_a_sharded_run_exports_whole_parameters(ranks, folder):
+    (exported,) = (folder / "policies").iterdir()
+    found = torch.export.load(exported / "greedy.pt2").state_dict
+    assert all(torch.equal(x, found[name]) for name, x in ranks[0]["exported"].items())
+
+
 def test_a_failed_update_has_whole_parameters(ranks):
     for rank in ranks:
         path = re.search(r"load\('(.*)'\)", rank["failed"])[1]

@@ -134,7 +134,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return a description of an exported policy for a JSON file."""
     algorithm: Any = model
-    policy = copy_to_cpu(algorithm.policy)
+    policy = copy_to_cpu(algorithm.acting_policy())
     inputs = example_inputs(policy, algorithm.observation_space)
     observations, *memory = inputs
     output = DeployedPolicy(policy, algorithm.action_space, deterministic=True)(*inputs)
@@ -290,7 +290,7 @@ def export_policy(
     files = _files(format, programs)
     about = describe(model, env_id, score) | {"program_format": format, "programs": files}
     text = json.dumps(about, indent=2, allow_nan=False) + "\n"
-    steps = _steps(algorithm.policy, algorithm.observation_space, observations)
+    steps = _steps(algorithm.acting_policy(), algorithm.observation_space, observations)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as scratch:
         new = Path(scratch) / "new"
@@ -342,8 +342,9 @@ def _save(
     path: Path,
     about: str,
 ) -> tuple[Callable[..., Nested], DeployedPolicy]:
-    deployed = deploy(model.policy, model.action_space, greedy)
-    program = export_program(model.policy, model.observation_space, model.action_space, greedy)
+    policy = model.acting_policy()  # with whole parameters
+    deployed = deploy(policy, model.action_space, greedy)
+    program = export_program(policy, model.observation_space, model.action_space, greedy)
     if format_ == "onnx":
         inputs = example_inputs(deployed.policy, model.observation_space)
         outputs = output_names(_seeded(deployed, inputs), len(inputs) > 1)
