@@ -41,7 +41,7 @@ class InterruptionGuard(Callback):
       at once. A second signal kills the process.
     * SLURM's signal for requeueing the job (SIGUSR1) also waits for the end of the update.
     * `Trainer.save_checkpoint` raises during a rollout or its update; `ModelCheckpoint(save_on_exception=True)` and
-      `OnExceptionCheckpoint` then save nothing.
+      `OnExceptionCheckpoint` then save nothing, and with several ranks save after signals only.
     * Checkpoints are written and read by `AtomicCheckpointIO`, unless the Trainer has another checkpoint plugin.
     * A TensorBoard log that cannot be written ends the run with one `LogFailure`.
 
@@ -127,6 +127,7 @@ class InterruptionGuard(Callback):
             for callback in trainer.checkpoint_callbacks:
                 getattr(callback, hook)(trainer, pl_module, *args)
             self._save(trainer, received)
+            self._stopping = received
             raise _exit_status(received[0], trainer.is_global_zero)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -178,16 +179,22 @@ class InterruptionGuard(Callback):
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Keep the checkpoint callbacks, which Lightning calls after this callback, from saving half an update."""
+        """Keep the checkpoint callbacks, which Lightning calls after this callback, from saving half an update.
+
+        If only this rank ends, they would wait forever for the other ranks.
+        """
+        reason = "was raised in the middle of a rollout or its update"
         if _is_between_rollouts(trainer):
-            return
+            if trainer.world_size == 1 or self._stopping:
+                return
+            reason = "ended this rank, and a checkpoint has the state of all ranks"
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
                 callback.on_exception = _save_nothing  # type: ignore[method-assign]
                 self._not_saving.append(callback)
                 rank_zero_warn(
-                    f"{type(callback).__name__}: nothing was saved, because {type(exception).__name__} was raised in "
-                    "the middle of a rollout or its update; resume from the last checkpoint"
+                    f"{type(callback).__name__}: nothing was saved, because {type(exception).__name__} {reason}; "
+                    "resume from the last checkpoint"
                 )
 
 

@@ -335,6 +335,26 @@ def test_save_on_exception_works_again_in_the_next_fit(tmp_path):
     assert asked.on_exception.__func__ is ModelCheckpoint.on_exception
 
 
+@pytest.mark.parametrize("kind", ["exception", "signal"])
+def test_checkpoint_on_exception_needs_all_ranks(kind, tmp_path):
+    """One of two ranks that saved alone would wait for the other one forever."""
+    guard, asked = InterruptionGuard(), OnExceptionCheckpoint(tmp_path)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, callbacks=[asked, guard])
+    data = RolloutDataModule("CartPole-v1", num_envs=1, rollout_length=8)
+    trainer.strategy.connect(PPO(data.observation_space, data.action_space))
+    if kind == "signal":  # of which all ranks know
+        guard._stopping = [signal.SIGTERM]
+        with pytest.raises(SystemExit):
+            guard.on_train_epoch_start(trainer, trainer.lightning_module)
+        guard.on_exception(trainer, trainer.lightning_module, SystemExit())
+        assert asked.on_exception.__func__ is OnExceptionCheckpoint.on_exception
+        return
+    with pytest.warns(UserWarning, match="nothing was saved, because ArithmeticError ended this rank"):
+        guard.on_exception(trainer, trainer.lightning_module, ArithmeticError())
+    asked.on_exception(trainer, trainer.lightning_module, ArithmeticError())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_checkpoint_on_exception_leaves_the_error_and_the_signals_alone(interrupt, tmp_path):
     handler = signal.getsignal(signal.SIGINT)
     with (
