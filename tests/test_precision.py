@@ -20,6 +20,7 @@ from lightning_rl import PPO
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     PIXELS,
+    MemoryLogger,
     Recorder,
     assert_equal_parameters,
     make_data,
@@ -118,6 +119,14 @@ def test_statistics_and_counts_are_exact_in_every_precision(precision):
     assert logged["rollout/episodes"] > 10
     assert logged["rollout/episode_return"].item() == logged["rollout/episode_length"].item()
     assert logged["val/episode_return_max"].item() == logged["val/episode_length_max"].item()
+
+
+def test_monitored_values_are_not_rounded_to_bfloat16():
+    data, logger = make_data(num_envs=4, rollout_length=64, rollouts_per_epoch=1), MemoryLogger()
+    trainer = make_trainer(precision="bf16-true", log_every_n_steps=1, logger=logger)
+    trainer.fit(make_model(data), data)
+    ((_, logged),) = logger.rows("rollout/episode_return")
+    assert trainer.callback_metrics["rollout/episode_return"].item() == pytest.approx(logged, rel=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["64-true", "16-mixed"])

@@ -220,7 +220,9 @@ def _counts_of(rollout: Rollout) -> dict[str, int]:
 
 def _log_reduced(trainer: Trainer, values: Mapping[str, float], env_steps: int) -> None:
     """Log scalars already reduced over steps and ranks, a hundred times as fast as `LightningModule.log`."""
-    tensors = {name: torch.tensor(value) for name, value in values.items()}
+    # Under bf16-true the default dtype would round values that callbacks monitor: 23.13 to 23.125, and 3001 to 3008.
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    tensors = {name: torch.tensor(value, dtype=dtype) for name, value in values.items()}
     trainer.callback_metrics.update(tensors)
     trainer.logged_metrics.update(tensors)
     trainer.progress_bar_metrics.update({name: values[name] for name in _IN_PROGRESS_BAR if name in values})
