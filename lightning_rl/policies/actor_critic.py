@@ -357,8 +357,10 @@ def _network_of_actor(network: Network, actor_space: spaces.Space[Any], space: s
 def check_modes_agree(policy: nn.Module) -> None:
     """Raise a `ConfigurationError` if a layer behaves differently during collection and updates."""
     for name, module in policy.named_modules():
-        # A dropout layer with p=0 does nothing.
+        # A dropout layer with p=0 does nothing. Attention and recurrent layers have their rate in `dropout`.
         differs = re.search("Dropout|BatchNorm|RReLU", type(module).__name__) and getattr(module, "p", 1) > 0
+        rate = getattr(module, "dropout", 0)
+        differs = differs or (isinstance(rate, int | float) and rate > 0)
         expected = "no dropout or batch normalization, which differ between collection and updates; LayerNorm does not"
         check(not differs, f"policy: {name}", module, expected)
 

@@ -10,6 +10,7 @@ from gymnasium import spaces
 from torch import nn
 
 from lightning_rl import A2C, PPO, OffPolicyPPG, TFAgentsPPO
+from lightning_rl.policies.actor_critic import check_modes_agree
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import DISCRETE, VECTOR, make_data, make_model, make_trainer, parameters_of
@@ -212,6 +213,30 @@ def test_layers_with_other_behavior_in_eval_mode_raise(kind, argument, refused):
     with pytest.raises(ConfigurationError, match=rf"policy: actor_encoder\.layer={kind}\(.* no dropout or batch"):
         trainer.fit(model, data)
     assert model.env_steps == 0
+
+
+class Attending(nn.Module):
+    """Encoder with attention over a sequence of one step."""
+
+    def __init__(self, space: spaces.Space[Any], dropout: float) -> None:
+        super().__init__()
+        self.out_features = 4
+        self.layer = nn.MultiheadAttention(4, 2, dropout=dropout)
+
+    def forward(self, observations: torch.Tensor) -> torch.Tensor:
+        rows = observations.unsqueeze(0)
+        return self.layer(rows, rows, rows, need_weights=False)[0].squeeze(0)
+
+
+@pytest.mark.parametrize(("dropout", "refused"), [(0.1, True), (0.0, False)])
+def test_dropout_inside_of_attention_raises(dropout, refused):
+    network = {"class_path": f"{__name__}.Attending", "init_args": {"dropout": dropout}}
+    policy = make_model(make_data(), policy={"network": network}).policy
+    if not refused:
+        check_modes_agree(policy)
+        return
+    with pytest.raises(ConfigurationError, match=r"(?s)actor_encoder\.layer=MultiheadAttention.* no dropout"):
+        check_modes_agree(policy)
 
 
 @pytest.mark.parametrize("algorithm", [PPO, A2C, OffPolicyPPG, TFAgentsPPO])
