@@ -398,6 +398,12 @@ def test_custom_head_gets_the_mask():
         (PAIR, None, {"kind": "autoregressive", "order": "01"}, r"order='01' .* each of 0, 1 once"),
         (PAIR, None, {"kind": "autoregressive", "hidden_size": 0}, r"hidden_size=0 .* at least 1"),
         (UNITS, None, {"kind": "autoregressive", "depth": 2}, r"\['depth'\] .* of its options hidden_size, order"),
+        (
+            spaces.Discrete(5),
+            DISCRETE_MASK,
+            {"class_path": f"{__name__}.Plain"},
+            r"^policy.action_distribution='Plain' .* whose forward takes features and a mask",
+        ),
     ],
 )
 def test_invalid_masks_raise(space, mask_space, choice, message):
