@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -182,7 +183,9 @@ class MaskLayout:
             if path in self.given:
                 allowed[path] = x
                 continue
-            flat, begin = x.reshape(*x.shape[: x.ndim - dims], -1), 0
+            # Not -1, which is ambiguous without rows: a rank may have none.
+            leading, begin = x.ndim - dims, 0
+            flat = x.reshape(*x.shape[:leading], math.prod(x.shape[leading:]))
             for name, n in components:
                 allowed[name] = flat[..., begin : begin + n]
                 begin += n

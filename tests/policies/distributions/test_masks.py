@@ -314,6 +314,11 @@ def test_masks_may_have_any_leading_dimensions():
     assert all(x.shape == (3, 2) for x in leaves(folded.mode()))
 
 
+def test_autoregressive_distribution_with_masks_may_have_no_rows():
+    distribution = head_of(RAGGED, RAGGED_MASK, "autoregressive")(randn(0, 6), random_masks(RAGGED_MASK, 0))
+    assert distribution.log_prob(distribution.sample(generator())).shape == (0,)
+
+
 class Plain(torch.nn.Module):
     """A custom head without masks."""
 
