@@ -46,6 +46,8 @@ class PolicyOutput:
 class Policy(Protocol):
     """The methods that collecting rollouts needs; `ActorCritic` has them, and a custom policy may be any object.
 
+    Learning also needs an `nn.Module` whose `forward(observations)` returns the action distribution and the values.
+
     Observations are tensors, or dicts and tuples of tensors for `Dict` and `Tuple` spaces. A policy may declare
     `chooses_rows_alone = True` if each action depends only on its own observation and a fixed amount of noise. Then it
     acts for half of the worker processes while the other half steps.
