@@ -71,8 +71,10 @@ class _ImageEncoder(nn.Module):
             pixels = torch.empty(x.shape, dtype=dtype, memory_format=torch.channels_last)
             for target, channel in zip(pixels.unbind(1), x.unbind(1), strict=True):
                 target.copy_(channel)
-        # In place, since integers have been copied already.
-        return pixels.mul_(self.scale) if self.scale != 1.0 else pixels
+        if self.scale == 1.0:
+            return pixels
+        # In place if integers have been copied; floating-point pixels may be the caller's.
+        return pixels * self.scale if x.is_floating_point() else pixels.mul_(self.scale)
 
 
 class NatureEncoder(_ImageEncoder):

@@ -152,6 +152,14 @@ def test_pixels_are_scaled_and_channels_last_in_memory(shape):
     assert torch.equal(found, expected.float() * (1 / 255))
 
 
+@pytest.mark.parametrize("shape", [(4, 36, 40), (36, 40, 3)])
+def test_images_in_floating_point_stay_as_they_are(shape):
+    encoder, rows = NatureEncoder(image_space(*shape)), pixels(2, *shape)
+    given = rows.float()
+    torch.testing.assert_close(encoder(given), encoder(rows))
+    assert torch.equal(given, rows.float())
+
+
 @pytest.mark.parametrize("make", [NatureEncoder, ImpalaEncoder])
 def test_splitting_a_batch_of_images_keeps_features_and_gradients(make, monkeypatch):
     encoder, rows, seen = make(image_space(4, 36, 40)).double(), pixels(7, 4, 36, 40), []
