@@ -83,10 +83,13 @@ class DiagonalGaussian(Distribution):
     @property
     def sum_log_std(self) -> Tensor:
         """Sum of `log_std` over action dimensions, `[...]`; a scalar if all rows share it."""
-        if self._sum_log_std is None:
-            log_std = self.log_std.expand(*self.log_std.shape[:-1], self.mean.shape[-1])
-            self._sum_log_std = _present(log_std, self.mask).sum(-1)
-        return self._sum_log_std
+        if self._sum_log_std is not None:
+            return self._sum_log_std
+        log_std = self.log_std.expand(*self.log_std.shape[:-1], self.mean.shape[-1])
+        total = _present(log_std, self.mask).sum(-1)
+        if total.requires_grad == self.log_std.requires_grad:  # not for later calls if computed in `no_grad`
+            self._sum_log_std = total
+        return total
 
     @property
     def num_components(self) -> int | Tensor:

@@ -40,9 +40,12 @@ class Categorical(_OfLogits):
     @property
     def log_probs(self) -> Tensor:
         """Normalized log-probabilities, shape `[..., n]`."""
-        if self._log_probs is None:
-            self._log_probs = self.logits.log_softmax(-1)
-        return self._log_probs
+        if self._log_probs is not None:
+            return self._log_probs
+        log_probs = self.logits.log_softmax(-1)
+        if log_probs.requires_grad == self.logits.requires_grad:  # not for later calls if computed in `no_grad`
+            self._log_probs = log_probs
+        return log_probs
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw by the Gumbel-max trick: argmax(logits - log E) with E ~ Exp(1)."""

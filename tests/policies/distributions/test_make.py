@@ -74,6 +74,21 @@ def test_parts_are_set_by_path_and_others_keep_their_default():
     assert make_action_head(NESTED, 4, -2.0)(FEATURES).parts["arm"][0].log_std.tolist() == [-2, -2]
 
 
+@pytest.mark.parametrize(
+    ("space", "choice"), [(spaces.Discrete(3), None), (spaces.Box(-1, 1, (2,)), "squashed_gaussian")]
+)
+def test_log_prob_in_no_grad_leaves_later_gradients(space, choice):
+    head, features = make_action_head(space, 4, action_distribution=choice), torch.randn(5, 4)
+    fresh, used = head(features), head(features)
+    action = fresh.sample()
+    with torch.no_grad():
+        used.log_prob(action)
+    expected, found = (
+        torch.autograd.grad(x.log_prob(action).sum(), [*head.parameters()], allow_unused=True) for x in (fresh, used)
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_custom_head_is_given_by_class_path():
     spec = {"class_path": f"{__name__}.WideHead", "init_args": {"width": 7.0}}
     assert make_action_head(BOX, 4, action_distribution=spec)(FEATURES).log_std.exp().tolist() == pytest.approx([7, 7])
