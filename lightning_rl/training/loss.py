@@ -144,7 +144,7 @@ class Loss:
     def add_penalty(self, name: str, value: Tensor) -> None:
         """Add a penalty on parameters, a scalar, whatever `part` is."""
         self._record(name, value)
-        self.terms.append(value)
+        self._append(value)
 
     def log_ratios(self, log_probs: Tensor) -> Tensor:
         """Return the log importance ratios `[N]`, and check the ratios of a rollout's first minibatch.
@@ -198,7 +198,11 @@ class Loss:
         for factor in (weight, self.scale):
             if isinstance(factor, Tensor) or factor != 1:  # skip a useless kernel
                 value = factor * value
-        self.terms.append(value)
+        self._append(value)
+
+    def _append(self, term: Tensor) -> None:
+        self.terms.append(term)
+        self._total = None  # `total` may have been read before
 
 
 def _value_rows(

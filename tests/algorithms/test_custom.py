@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_rl import PPO, ActorCritic, OnPolicyAlgorithm, PolicyOutput
 from lightning_rl.cli.main import main
 from lightning_rl.policies.distributions import Categorical
+from lightning_rl.rollouts.batch import Batch
 from lightning_rl.training.loss import Loss
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import Recorder, assert_equal_parameters, make_data, make_trainer, merged, parameters_of
@@ -127,6 +128,16 @@ def test_custom_surrogate_loss_keeps_other_terms_and_target_kl():
     trainer.fit(model, data)
     assert {"policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"} <= recorder.rows[0].keys()
     assert 0 < trainer.global_step < model.num_epochs * model.num_minibatches
+
+
+def test_terms_that_are_added_after_total_was_read_count():
+    loss = Loss(Batch({"returns": torch.zeros(2)}))
+    loss.add("policy_loss", torch.tensor([1.0, 3.0]))
+    assert loss.total == 2
+    loss.add("further", torch.tensor([4.0, 4.0]), weight=0.5)
+    assert loss.total == 4
+    loss.add_penalty("l2_penalty", torch.tensor(1.0))
+    assert loss.total == 5
 
 
 def test_options_that_a_subclass_fixes_cannot_be_set(in_tmp_path, monkeypatch):
