@@ -121,7 +121,9 @@ class Loss:
         if self.part == "actor":
             return
         rows = self._rows(batch)
-        values, returns, old_values = self.normalized(values, rows.returns if returns is None else returns, rows.values)
+        # Only clipping reads the values of the rollout, which a batch of your own rows may lack.
+        old_values = values if clip_range is None else rows.values
+        values, returns, old_values = self.normalized(values, rows.returns if returns is None else returns, old_values)
         mean = rows.mean(_value_rows(values, returns, old_values, clip_range, huber_delta))
         self._record(name, mean)
         self._sum(mean, weight)

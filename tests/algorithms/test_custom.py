@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_rl import PPO, ActorCritic, OnPolicyAlgorithm, PolicyOutput
 from lightning_rl.cli.main import main
 from lightning_rl.policies.distributions import Categorical
+from lightning_rl.policies.normalization import ValueNormalizer
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.training.loss import Loss
 from lightning_rl.validation import ConfigurationError
@@ -128,6 +129,14 @@ def test_custom_surrogate_loss_keeps_other_terms_and_target_kl():
     trainer.fit(model, data)
     assert {"policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"} <= recorder.rows[0].keys()
     assert 0 < trainer.global_step < model.num_epochs * model.num_minibatches
+
+
+@pytest.mark.parametrize("normalizer", [None, ValueNormalizer()])
+def test_value_loss_of_own_rows_needs_returns_only(normalizer):
+    rows = Batch({"observations": torch.zeros(2, 4), "returns": torch.tensor([1.0, 3.0])})
+    loss = Loss(Batch({"returns": torch.zeros(5)}), normalizer)
+    loss.add_value(torch.zeros(2), batch=rows)
+    torch.testing.assert_close(loss.total, torch.tensor(2.5))
 
 
 def test_terms_that_are_added_after_total_was_read_count():
