@@ -178,7 +178,7 @@ class ScheduledOptions:
     def check_end(self, module: Any, has_end: bool, expected: str) -> None:  # noqa: ANN401 - an algorithm
         """Check that the run has an end, if a schedule ends with the run."""
         for schedule, option, _ in self._entries.values():
-            check(has_end or not schedule.over_run, option, module.options[option], expected)
+            check(has_end or not schedule.over_run, option, module.options.get(option, schedule), expected)
 
     def report_new_end(self, env_steps: int, planned: int | None, before: int | None) -> None:
         """Log that the planned end of a resumed run has changed, if a schedule ends with the run."""

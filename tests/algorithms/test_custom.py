@@ -131,6 +131,21 @@ def test_custom_surrogate_loss_keeps_other_terms_and_target_kl():
     assert 0 < trainer.global_step < model.num_epochs * model.num_minibatches
 
 
+class AnnealedPPO(PPO):
+    """Has a schedule that is no option."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.beta = self.scheduled("beta", {"kind": "linear", "start": 1.0, "end": 0.0})
+
+
+def test_schedule_that_is_no_option_is_followed():
+    data = make_data(rollouts_per_epoch=2)
+    model = AnnealedPPO(data.observation_space, data.action_space)
+    make_trainer().fit(model, data)
+    assert model.beta == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("normalizer", [None, ValueNormalizer()])
 def test_value_loss_of_own_rows_needs_returns_only(normalizer):
     rows = Batch({"observations": torch.zeros(2, 4), "returns": torch.tensor([1.0, 3.0])})
