@@ -240,7 +240,7 @@ def default_checkpoints(folder: Path, given: list[Callback], validates: bool) ->
     for callback in given:  # `--ckpt_path last` looks in `folder`
         if isinstance(callback, LastCheckpoint) and callback.dirpath is None:
             callback.dirpath = str(folder)
-    monitors = any(isinstance(callback, ModelCheckpoint) and callback.monitor is not None for callback in given)
+    monitors = any(isinstance(callback, ModelCheckpoint) and callback.monitor not in KEEP_NEWEST for callback in given)
     if validates and not monitors:
         added.append(ModelCheckpoint(folder, "best-{step}", monitor="val/episode_return", mode="max"))
     if not has_any(given, LastCheckpoint):

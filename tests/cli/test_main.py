@@ -820,6 +820,9 @@ def test_steps_between_checkpoints_leave_the_best_one_and_a_monitor_does_not(cap
     assert re.search(r"^  checkpoint:  .*/best-step=\d+\.ckpt \(best", capsys.readouterr().out, re.MULTILINE)
     names = {path.name.partition("=")[0] for path in (cli.run_dir / "checkpoints").iterdir()}
     assert names == {"best-step", "last.ckpt", "step"}
+    cli = main(["fit", *SMALL, *every, "--trainer.callbacks.save_top_k=2", "--max_env_steps=96"])  # monitors the step
+    names = sorted(path.name.partition("=")[0] for path in (cli.run_dir / "checkpoints").iterdir())
+    assert names == ["best-step", "last.ckpt", "step", "step"]
     every += ["--trainer.callbacks.monitor=rollout/episode_return", "--trainer.callbacks.mode=max"]
     cli = main(["fit", *SMALL, *every, "--max_env_steps=64"])
     names = {path.name.partition("=")[0] for path in (cli.run_dir / "checkpoints").iterdir()}
