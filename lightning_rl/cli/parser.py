@@ -295,7 +295,8 @@ def chooses_data_class(arguments: Sequence[str]) -> bool:
 
     If not, the options of `RolloutDataModule` are the options of `data` itself.
     """
-    return any(name in ("data", "data.class_path") and isinstance(value, str) for name, value in settings(arguments))
+    names = ("data", "data.class_path", "data.help")
+    return any(name in names and isinstance(value, str) for name, value in settings(arguments))
 
 
 def _chosen_classes(given: Sequence[tuple[str, Any]]) -> tuple[list[tuple[str, str, type]], list[tuple[str, str]]]:

@@ -177,6 +177,11 @@ def test_help_of_an_algorithm_is_asked_for_by_its_short_name(capsys):
     assert "--model.gamma GAMMA Discount factor. (type: float, default: 0.99)" in text
 
 
+def test_help_of_a_data_class_is_asked_for_by_its_short_name(capsys):
+    text = " ".join(printed(capsys, "fit", "--data.help", "RecordedEpisodes").split())
+    assert "--data.episodes EPISODES" in text and "--data.num_envs NUM_ENVS" in text
+
+
 def test_help_of_atari_preprocessing(capsys):
     text = " ".join(printed(capsys, "fit", "--help_all").split())
     assert "End the learning episode when a life is lost; the next episode continues the game." in text
