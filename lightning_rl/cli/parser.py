@@ -310,7 +310,8 @@ def _chosen_classes(given: Sequence[tuple[str, Any]]) -> tuple[list[tuple[str, s
                 cls = known.get(value) or import_class(option, value, _BASES[option])
                 chosen[option + value if option == "trainer.callbacks" else option] = (option, value, cls)
             except ConfigurationError as error:
-                hint = "" if "." in value else did_you_mean(value, known)
+                other = ": expected the name of a class of lightning_rl or Lightning, or package.module.Class"
+                hint = "" if "." in value else did_you_mean(value, known) or other
                 messages.append((value, f"{option}={value!r} is no known class{hint}" if hint else str(error)))
     return [*chosen.values()], messages
 

@@ -781,6 +781,8 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
         (["fit", *SMALL, "--lr", "1e-3"], "lr='1e-3' is no option; did you mean model.learning_rate or"),
         (["fit", *SMALL, "--gamma=0.9"], r"gamma=0.9 is no option; did you mean model.gamma\?$"),
         (["fit", "--model", "ppo", "--data.env_id=CartPole-v1"], "model='ppo' is no known class; did you mean PPO"),
+        (["fit", "--model=DQN", "--data.env_id=CartPole-v1"], "model='DQN' is no known class: expected the name of a"),
+        (["fit", "--model=PPO", "--data", "CartPole-v1"], "data='CartPole-v1' is no known class: expected the name"),
         (["fit", *SMALL, "--trainer.callbacks+=EnvStepLimitt"], "trainer.callbacks='EnvStepLimitt' is .* EnvStepLimit"),
         (["export", "--episodes=ten"], "episodes='ten' is not valid: expected an integer$"),
         (["export", "--episods=10"], r"episods=10 is no option; did you mean episodes\?$"),
