@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Annotated, Any
 
 import torch
@@ -65,7 +66,7 @@ def scheduler_spec(options: Mapping[str, Any]) -> ClassSpec | None:
 
 def check_optimizer_class(group: str, spec: ClassSpec) -> None:
     """Check that a class is an optimizer that accepts its arguments."""
-    kind = _check_class(group, spec, Optimizer, "torch.optim", "params", "lr")
+    kind = _check_class(group, spec, Optimizer, torch.optim, "params", "lr")
     closure = inspect.signature(kind.step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is inspect.Parameter.empty
     check(not needs_closure, f"{group}.name", spec["class_path"], "an optimizer that steps without a closure")
@@ -73,13 +74,15 @@ def check_optimizer_class(group: str, spec: ClassSpec) -> None:
 
 def check_scheduler_class(spec: ClassSpec) -> None:
     """Check that a class is a scheduler that accepts its arguments and needs no metric."""
-    path, kind = spec["class_path"], _check_class(SCHEDULER, spec, LRScheduler, "torch.optim.lr_scheduler", "optimizer")
+    path, kind = spec["class_path"], _check_class(SCHEDULER, spec, LRScheduler, torch.optim.lr_scheduler, "optimizer")
     check(not issubclass(kind, ReduceLROnPlateau), f"{SCHEDULER}.name", path, "a scheduler that needs no metric")
 
 
-def _check_class(group: str, spec: ClassSpec, base: type[Any], package: str, *given: str) -> type[Any]:
+def _check_class(group: str, spec: ClassSpec, base: type[Any], package: ModuleType, *given: str) -> type[Any]:
     path = spec["class_path"]
-    check("." in path, f"{group}.name", path, f"an import path such as {package}.{path}")
+    classes = {name.lower(): name for name, value in vars(package).items() if inspect.isclass(value)}
+    near = classes.get(path.lower(), path)  # `rmsprop` means RMSprop
+    check("." in path, f"{group}.name", path, f"an import path such as {package.__name__}.{near}")
     kind = import_class(f"{group}.name", path, base)
     check_arguments(group, spec, base, *given)
     return kind

@@ -643,6 +643,7 @@ def test_a_missing_info_key_is_one_warning():
         (["--model.learning_rate=0"], "learning_rate=0.0 is not valid: expected a number above 0"),
         (["--model.num_minibatches=5"], "num_minibatches=5 does not divide the 32 steps of a rollout"),
         (["--model.policy.network=resnet"], "policy.network='resnet' is not valid: expected auto, mlp, nature, impala"),
+        (["--model.optimizer.name=rmsprop"], r"optimizer.name='rmsprop' is not .* such as torch\.optim\.RMSprop"),
         (["--model.optimizer.name=torch.optim.Nope"], "optimizer.name='torch.optim.Nope' cannot be"),
         (["--data.env.wrappers=[no.such.Wrapper]"], "env.wrappers='no.such.Wrapper' cannot be imported"),
         (["--data.env.atari.frame_skip=0"], "env.atari.frame_skip=0 is not valid: expected an integer of at least 1"),
