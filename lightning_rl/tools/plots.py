@@ -225,7 +225,7 @@ def draw_runs(
     files = ", ".join(map(relative, paths))
     check(kind == "curves" or len(metrics) == 1, "metric", metrics, f"one metric with kind={kind}")
     experiments = _experiments(runs)
-    for warning in _warnings(experiments):
+    for warning in _warnings(experiments, metrics):
         print(f"WARNING: {warning}", file=sys.stderr)
     if kind != "curves":
         scores, environments = _final_scores(experiments, metrics[0])
@@ -274,8 +274,13 @@ def _by_environment(logs: Sequence[Log]) -> dict[str, list[Log]]:
     return groups
 
 
-def _warnings(experiments: dict[str, list[Log]]) -> Iterator[str]:
-    """Yield warnings of runs that repeat a seed of their curve, and of runs that were resumed with other settings."""
+def _warnings(experiments: dict[str, list[Log]], metrics: Sequence[str]) -> Iterator[str]:
+    """Yield warnings of runs that lack a metric, repeat a seed of their curve or were resumed with other settings."""
+    everything = [log for logs in experiments.values() for log in logs]
+    for metric in metrics:
+        without = [str(log.folder) for log in everything if metric not in log.scalars]
+        if 0 < len(without) < len(everything):  # a metric that no log has is an error
+            yield f"{metric} is not in the logs of these runs, which are left out: {', '.join(without)}"
     for name, logs in experiments.items():
         for group in _by_environment(logs).values():
             if repeated := same_seed(group):

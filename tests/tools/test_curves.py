@@ -226,6 +226,14 @@ def test_plot_command_warns_of_repeated_seeds(in_tmp_path, monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
+def test_plot_command_names_runs_without_the_metric(in_tmp_path, monkeypatch, capsys):
+    write_run(Path("a/version_0"), [1, 2])
+    write_run(Path("b/version_0"), [])  # ended before its first log
+    plot(monkeypatch, "A=a", "B=b", "--kind=profiles")
+    expected = "WARNING: rollout/episode_return is not in the logs of these runs, which are left out: b/version_0\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_plot_command_draws_a_panel_per_environment(in_tmp_path, monkeypatch, capsys):
     for seed in range(4):
         write_run(Path(f"runs/ppo/version_{seed}"), [seed, seed + 1], seed)
