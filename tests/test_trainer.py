@@ -390,6 +390,16 @@ def test_logging_can_be_switched_off():
     assert logger.calls == []
 
 
+def test_without_logging_monitored_returns_are_the_ones_of_the_last_epoch():
+    returns = []
+    for interval in (4, 0):
+        data = make_data(rollouts_per_epoch=4, rollout_length=32)
+        trainer = make_trainer(max_epochs=3, log_every_n_steps=interval)
+        trainer.fit(make_model(data), data)
+        returns.append(float(trainer.callback_metrics["rollout/episode_return"]))
+    assert returns[0] == returns[1]
+
+
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize(
     ("env_id", "data_of_model", "expected"),

@@ -658,6 +658,8 @@ class OnPolicyAlgorithm(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self.metrics.show_unlogged(self.trainer)
+        if not self.trainer.log_every_n_steps:  # no log begins a new window
+            self.metrics.begin(self.env_steps)
 
     def on_train_end(self) -> None:
         """Log the last values. Lightning skips this hook when a signal or exception ends the run; it can be resumed."""
