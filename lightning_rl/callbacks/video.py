@@ -78,7 +78,7 @@ class VideoRecorder(EnvStepWriter):
 def data_of(trainer: Trainer) -> RolloutDataModule:
     """Return the data module, or raise a `ConfigurationError` if it is not a `RolloutDataModule`."""
     data = trainer.datamodule  # type: ignore[attr-defined]
-    check(isinstance(data, RolloutDataModule), "datamodule", type(data).__name__, "a RolloutDataModule to film")
+    check(isinstance(data, RolloutDataModule), "datamodule", type(data).__name__, "a RolloutDataModule")
     return data  # type: ignore[no-any-return]
 
 

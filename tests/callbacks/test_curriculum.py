@@ -256,6 +256,15 @@ def test_unknown_attribute_is_refused_before_the_first_rollout(options):
     assert not seen.observations
 
 
+def test_a_loader_in_place_of_the_data_module_is_refused():
+    data = make_data()
+    message = r"^datamodule='NoneType' is not valid: expected a RolloutDataModule$"
+    with pytest.raises(ConfigurationError, match=message):
+        make_trainer(callbacks=[Curriculum(stages_of("length", 0.5, 0.1))]).fit(
+            make_model(data), data.train_dataloader()
+        )
+
+
 def test_reset_options_need_environments_that_are_reset_one_by_one():
     data = make_data("CartPole-v1", backend="native")
     with pytest.raises(ConfigurationError, match="reset_options="):
