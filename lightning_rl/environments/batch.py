@@ -57,6 +57,7 @@ Message = tuple[Any, ...]
 class NativeCartPole(VectorWrapper):
     """Adds `state_dict` and `load_state_dict` to Gymnasium's own vectorized CartPole."""
 
+    restores_observations = True  # `load_state_dict` returns what `EnvironmentPool.restore` returns
     _ARRAYS = ("state", "steps", "prev_done")
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,10 +76,14 @@ class NativeCartPole(VectorWrapper):
 
 # No type arguments: VectorWrapper takes none before Gymnasium 1.4.
 class CheckedArrays(VectorWrapper):
-    """Checks the first values of a vectorized environment, returns boolean flags, and passes copies of the actions."""
+    """Checks the first values of a vectorized environment, returns boolean flags, and passes copies of the actions.
+
+    `last_observations` are the observations of the last reset or step.
+    """
 
     def __init__(self, env: Any) -> None:  # noqa: ANN401
         super().__init__(env)
+        self.last_observations: Nested = None
         self._is_same_step = autoreset_mode(env) is AutoresetMode.SAME_STEP
         self._is_checked = False
 
@@ -86,6 +91,7 @@ class CheckedArrays(VectorWrapper):
         observations, infos = self.env.reset(seed=seed, options=options)
         if not self._is_checked:
             check_values(self.env, observations, infos)
+        self.last_observations = observations
         return observations, infos
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
@@ -97,6 +103,7 @@ class CheckedArrays(VectorWrapper):
         terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
         if self._is_same_step and "final_obs" not in infos and (terminated | truncated).any():
             raise Unexpected("returned no info['final_obs'] at the end of an episode: expected it in SAME_STEP mode")
+        self.last_observations = observations
         return observations, np.asarray(rewards), terminated, truncated, infos
 
 
@@ -263,20 +270,22 @@ class LocalVectorEnv(EnvironmentPool):
             env.close()
 
 
-def stateful_parts(env: Any) -> tuple[list[VectorHistory], Any]:  # noqa: ANN401 - a vector environment
-    """Return the wrappers with a history, innermost first, and the vector environment inside all wrappers.
+def stateful_parts(env: Any) -> tuple[list[VectorHistory], Any, Any]:  # noqa: ANN401 - a vector environment
+    """Return the wrappers with a history, innermost first, `CheckedArrays`, and the vector environment inside all.
 
-    The latter is None if a wrapper of another kind may have a state too.
+    `CheckedArrays` is None if there is none, the environment if a wrapper of another kind may have a state too.
     """
     histories: list[VectorHistory] = []
+    checked: CheckedArrays | None = None
     is_known = True
     while isinstance(env, VectorWrapper) and not isinstance(env, NativeCartPole):
         if isinstance(env, VectorHistory):
             histories.insert(0, env)
         else:
             is_known = is_known and isinstance(env, TransformReward | CheckedArrays)
+            checked = env if isinstance(env, CheckedArrays) else checked
         env = env.env
-    return histories, env if is_known else None
+    return histories, checked, env if is_known else None
 
 
 def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
@@ -375,10 +384,13 @@ class EnvironmentBatch:
         self._pool = env.unwrapped if isinstance(env.unwrapped, EnvironmentPool) else None
         if self._pool is not None:
             self._pool.tracker = self._tracker
-        self._histories, self._base = stateful_parts(env)
+        self._histories, self._arrays, self._base = stateful_parts(env)
         self._kind_of_state: str | None = "arrays" if hasattr(self._base, "load_state_dict") else None
         if self._pool is not None and self._base is self._pool:
             self._kind_of_state = "episodes"
+        # The `load_state_dict` of a user's environment returns nothing.
+        restores_itself = getattr(self._base, "restores_observations", False)
+        self._needs_observations = self._kind_of_state == "arrays" and not restores_itself
         # The policy acts on the observations of the workers, before any wrapper changes them.
         are_own = self._kind_of_state == "episodes" and not self._histories
         self.can_step_ahead = are_own and self._base.steps_ahead
@@ -506,11 +518,13 @@ class EnvironmentBatch:
             else:
                 environments = to_tensors(self._base.state_dict(), "environment.own")
         resets_next = np.zeros(self.num_envs, bool) if self._resets_next is None else self._resets_next.copy()
+        observations = to_tensors(self._arrays.last_observations, "observation") if self._needs_observations else None
         return {
             "kind": self._kind_of_state,
             "environments": environments,
             "wrappers": [wrapper.state_dict() for wrapper in self._histories],
             "resets_next": torch.from_numpy(resets_next),
+            "observations": observations,
             **self._tracker.state_dict(),
         }
 
@@ -528,6 +542,10 @@ class EnvironmentBatch:
         with self._named("restore"):
             if self._kind_of_state == "episodes":
                 exact, observations = self._base.restore(state["environments"])
+            elif self._needs_observations:
+                self._base.reset(seed=self._reset_seed)
+                self._base.load_state_dict(to_arrays(state["environments"]))
+                exact, observations = np.ones(self.num_envs, bool), to_arrays(state["observations"])
             else:
                 exact, observations = self._base.load_state_dict(to_arrays(state["environments"]))
                 self._tracker.start(~exact)

@@ -42,6 +42,7 @@ class ParallelEnvVector(VectorEnv):
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012 - as in Gymnasium
+    restores_observations = True  # `load_state_dict` returns what `EnvironmentPool.restore` returns
 
     def __init__(
         self, make: Callable[[], Any], num_envs: int, *, state: State | None = None, team_reward: bool = False

@@ -203,3 +203,30 @@ def test_environment_that_changes_its_action_does_not_change_previous_or_repeate
     seen = step.observations["previous_action"]
     assert (seen["action"] if learned else seen).tolist() == given.tolist() == [[0.5, 0.5]] * 2
     assert step.rewards.tolist() == [reward] * 2
+
+
+class Owner(Steps):
+    """Steps with an own state."""
+
+    def state_dict(self):
+        return {"steps": self.steps, "ended": self.ended}
+
+    def load_state_dict(self, state):
+        self.steps, self.ended = state["steps"].copy(), state["ended"].copy()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [{}, {"frame_stack": 2}])
+def test_native_environments_with_an_own_state_are_restored(monkeypatch, mode, options):
+    monkeypatch.setitem(gymnasium.registry, "Steps-v0", EnvSpec("Steps-v0", vector_entry_point=Owner))
+    first, again = make(mode=mode, options=options), make(mode=mode, options=options)
+    observations = first.reset()
+    for _ in range(4):
+        observations = first.step(np.zeros(2, np.int64)).observations
+    exact, restored = again.load_state_dict(first.state_dict())
+    assert exact.all()
+    np.testing.assert_array_equal(restored, observations)
+    for _ in range(4):
+        expected, found = (batch.step(np.zeros(2, np.int64)) for batch in (first, again))
+        np.testing.assert_array_equal(found.observations, expected.observations)
+        np.testing.assert_array_equal(found.terminated, expected.terminated)
