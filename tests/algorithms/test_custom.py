@@ -202,6 +202,33 @@ class Reinforce(OnPolicyAlgorithm):
         return loss
 
 
+class WithDemonstrations(Reinforce):
+    def update(self, rollout: Any) -> None:
+        batch, names = self.batch(rollout), ("observations", "actions", "returns")
+        self.descend(self.imitation, Batch({name: batch.fields[name] for name in names}))
+
+    def imitation(self, batch: Any) -> Loss:
+        distribution, values = self.actor_critic(batch)
+        loss = self.new_loss(batch)
+        loss.add("imitation_loss", -distribution.log_prob(batch.actions))
+        loss.add_value(values)
+        return loss
+
+
+def test_own_rows_need_no_values_for_the_value_loss():
+    data, trainer = make_data(), make_trainer(max_epochs=1)
+    model = WithDemonstrations(data.observation_space, data.action_space)
+    trainer.fit(model, data)
+    assert {"imitation_loss", "value_loss"} <= model.losses.keys()
+
+
+def test_own_rows_without_sequences_are_named_as_the_cause_with_a_recurrent_policy():
+    data = make_data()
+    model = WithDemonstrations(data.observation_space, data.action_space, policy={"memory": "gru"})
+    with pytest.raises(ValueError, match=r"needs sequences: .* your own rows have none"):
+        make_trainer(max_epochs=1).fit(model, data)
+
+
 class OnObservations(Reinforce):
     def loss(self, batch: Any) -> Loss:
         self.actor_critic(batch.observations)
