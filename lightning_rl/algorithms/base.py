@@ -658,7 +658,7 @@ class OnPolicyAlgorithm(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self.metrics.show_unlogged(self.trainer)
-        if not self.trainer.log_every_n_steps:  # no log begins a new window
+        if not self.trainer.log_every_n_steps:  # type: ignore[attr-defined]  # no log begins a new window
             self.metrics.begin(self.env_steps)
 
     def on_train_end(self) -> None:

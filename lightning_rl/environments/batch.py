@@ -57,7 +57,6 @@ Message = tuple[Any, ...]
 class NativeCartPole(VectorWrapper):
     """Adds `state_dict` and `load_state_dict` to Gymnasium's own vectorized CartPole."""
 
-    restores_observations = True  # `load_state_dict` returns what `EnvironmentPool.restore` returns
     _ARRAYS = ("state", "steps", "prev_done")
 
     def state_dict(self) -> dict[str, Any]:
@@ -65,25 +64,23 @@ class NativeCartPole(VectorWrapper):
         arrays = {name: np.asarray(getattr(env, name)) for name in self._ARRAYS}
         return arrays | {"random": env.np_random.bit_generator.state}
 
-    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested]:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         env: Any = self.env
-        env.reset(seed=0)
         env.np_random.bit_generator.state = state["random"]
         for name in self._ARRAYS:
             setattr(env, name, state[name].copy())
-        return np.ones(self.num_envs, bool), state["state"].T.astype(np.float32)
 
 
 # No type arguments: VectorWrapper takes none before Gymnasium 1.4.
 class CheckedArrays(VectorWrapper):
     """Checks the first values of a vectorized environment, returns boolean flags, and passes copies of the actions.
 
-    `last_observations` are the observations of the last reset or step.
+    `recorded` and `restore` add the last observations to the environment's own `state_dict`.
     """
 
     def __init__(self, env: Any) -> None:  # noqa: ANN401
         super().__init__(env)
-        self.last_observations: Nested = None
+        self._observations: Nested = None
         self._is_same_step = autoreset_mode(env) is AutoresetMode.SAME_STEP
         self._is_checked = False
 
@@ -91,7 +88,7 @@ class CheckedArrays(VectorWrapper):
         observations, infos = self.env.reset(seed=seed, options=options)
         if not self._is_checked:
             check_values(self.env, observations, infos)
-        self.last_observations = observations
+        self._observations = observations
         return observations, infos
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
@@ -103,8 +100,19 @@ class CheckedArrays(VectorWrapper):
         terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
         if self._is_same_step and "final_obs" not in infos and (terminated | truncated).any():
             raise Unexpected("returned no info['final_obs'] at the end of an episode: expected it in SAME_STEP mode")
-        self.last_observations = observations
+        self._observations = observations
         return observations, np.asarray(rewards), terminated, truncated, infos
+
+    def recorded(self) -> dict[str, Any]:
+        own: Any = self.env
+        return {"own": own.state_dict(), "observations": self._observations}
+
+    def restore(self, state: dict[str, Any]) -> tuple[Array, Nested]:
+        """Load a state into the environment, which has been reset; return the same as `EnvironmentPool.restore`."""
+        own: Any = self.env
+        own.load_state_dict(state["own"])
+        self._observations = state["observations"]
+        return np.ones(self.num_envs, bool), self._observations
 
 
 def check_values(env: Any, observations: Nested, infos: Any, **rows: Any) -> None:  # noqa: ANN401
@@ -270,22 +278,19 @@ class LocalVectorEnv(EnvironmentPool):
             env.close()
 
 
-def stateful_parts(env: Any) -> tuple[list[VectorHistory], Any, Any]:  # noqa: ANN401 - a vector environment
-    """Return the wrappers with a history, innermost first, `CheckedArrays`, and the vector environment inside all.
+def stateful_parts(env: Any) -> tuple[list[VectorHistory], Any]:  # noqa: ANN401 - a vector environment
+    """Return the wrappers with a history, innermost first, and the environment inside that can record and restore.
 
-    `CheckedArrays` is None if there is none, the environment if a wrapper of another kind may have a state too.
+    The latter is None if the environment cannot, or if a wrapper of another kind may have a state too.
     """
     histories: list[VectorHistory] = []
-    checked: CheckedArrays | None = None
-    is_known = True
-    while isinstance(env, VectorWrapper) and not isinstance(env, NativeCartPole):
+    while isinstance(env, VectorHistory | TransformReward):
         if isinstance(env, VectorHistory):
             histories.insert(0, env)
-        else:
-            is_known = is_known and isinstance(env, TransformReward | CheckedArrays)
-            checked = env if isinstance(env, CheckedArrays) else checked
         env = env.env
-    return histories, checked, env if is_known else None
+    if isinstance(env, CheckedArrays) and not hasattr(env.env, "load_state_dict"):
+        env = env.env
+    return histories, env if hasattr(env, "restore") else None
 
 
 def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
@@ -384,13 +389,10 @@ class EnvironmentBatch:
         self._pool = env.unwrapped if isinstance(env.unwrapped, EnvironmentPool) else None
         if self._pool is not None:
             self._pool.tracker = self._tracker
-        self._histories, self._arrays, self._base = stateful_parts(env)
-        self._kind_of_state: str | None = "arrays" if hasattr(self._base, "load_state_dict") else None
+        self._histories, self._base = stateful_parts(env)
+        self._kind_of_state: str | None = None if self._base is None else "arrays"
         if self._pool is not None and self._base is self._pool:
             self._kind_of_state = "episodes"
-        # The `load_state_dict` of a user's environment returns nothing.
-        restores_itself = getattr(self._base, "restores_observations", False)
-        self._needs_observations = self._kind_of_state == "arrays" and not restores_itself
         # The policy acts on the observations of the workers, before any wrapper changes them.
         are_own = self._kind_of_state == "episodes" and not self._histories
         self.can_step_ahead = are_own and self._base.steps_ahead
@@ -513,18 +515,15 @@ class EnvironmentBatch:
         if self._kind_of_state is None:
             return None
         with self._named("recorded"):
-            if self._kind_of_state == "episodes":
-                environments: Any = self._base.recorded()
-            else:
-                environments = to_tensors(self._base.state_dict(), "environment.own")
+            environments = self._base.recorded()
+            if self._kind_of_state == "arrays":
+                environments = to_tensors(environments, "environment")
         resets_next = np.zeros(self.num_envs, bool) if self._resets_next is None else self._resets_next.copy()
-        observations = to_tensors(self._arrays.last_observations, "observation") if self._needs_observations else None
         return {
             "kind": self._kind_of_state,
             "environments": environments,
             "wrappers": [wrapper.state_dict() for wrapper in self._histories],
             "resets_next": torch.from_numpy(resets_next),
-            "observations": observations,
             **self._tracker.state_dict(),
         }
 
@@ -542,12 +541,9 @@ class EnvironmentBatch:
         with self._named("restore"):
             if self._kind_of_state == "episodes":
                 exact, observations = self._base.restore(state["environments"])
-            elif self._needs_observations:
-                self._base.reset(seed=self._reset_seed)
-                self._base.load_state_dict(to_arrays(state["environments"]))
-                exact, observations = np.ones(self.num_envs, bool), to_arrays(state["observations"])
             else:
-                exact, observations = self._base.load_state_dict(to_arrays(state["environments"]))
+                self._base.reset(seed=self._reset_seed)
+                exact, observations = self._base.restore(to_arrays(state["environments"]))
                 self._tracker.start(~exact)
             infos = getattr(self._base, "restored_infos", {})
             for wrapper, kept in zip(self._histories, state["wrappers"], strict=True):

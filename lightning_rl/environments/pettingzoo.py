@@ -42,7 +42,6 @@ class ParallelEnvVector(VectorEnv):
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012 - as in Gymnasium
-    restores_observations = True  # `load_state_dict` returns what `EnvironmentPool.restore` returns
 
     def __init__(
         self, make: Callable[[], Any], num_envs: int, *, state: State | None = None, team_reward: bool = False
@@ -135,15 +134,15 @@ class ParallelEnvVector(VectorEnv):
         for env in self.copies:
             env.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the seed, and the number and actions of the current episodes, for `load_state_dict` to replay."""
+    def recorded(self) -> dict[str, Any]:
+        """Return the seed, and the number and actions of the current episodes, for `restore` to replay."""
         copies = {
             str(index): {"episode": episode} | ({"actions": map_stacked(np.stack, history)} if history else {})
             for index, (episode, history) in enumerate(zip(self._episodes, self._history, strict=True))
         }
         return {"seed": self._seed, "copies": copies, "observations": map_leaves(np.copy, self._observations)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested]:
+    def restore(self, state: dict[str, Any]) -> tuple[Array, Nested]:
         """Replay the episodes of a state; return which rows see what they saw, `[B]`, and observations `[B, ...]`.
 
         Copies whose observations differ begin new episodes, whose `info` is in `restored_infos`.
