@@ -222,7 +222,9 @@ class EnvStepCheckpoint(ModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        options = {"monitor": self.monitor, "mode": self.mode, "every_n_env_steps": self.every_n_env_steps}
+        # No folder, which may be moved before the run resumes.
+        names = ("monitor", "mode", "every_n_env_steps", "filename")
+        options = {name: getattr(self, name) for name in names}
         return f"{type(self).__qualname__}{options}"
 
     def state_dict(self) -> dict[str, Any]:

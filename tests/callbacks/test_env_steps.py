@@ -266,6 +266,13 @@ def test_checkpoints_by_several_intervals_keep_apart(tmp_path):
     assert steps_of(tmp_path / "rarely") == [96]
 
 
+def test_two_callbacks_may_save_at_the_same_steps_under_different_names(tmp_path):
+    weights = EnvStepCheckpoint(64, tmp_path, "weights-{step}", save_weights_only=True)
+    fit(EnvStepCheckpoint(64, tmp_path), weights, max_epochs=2, enable_checkpointing=True)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step=128.ckpt", "step=64.ckpt", "weights-step=128.ckpt", "weights-step=64.ckpt"]
+
+
 def test_the_last_checkpoint_is_the_last_even_if_it_is_not_the_best(tmp_path):
     # A metric that only falls: the best is the first.
     class Falling(Callback):

@@ -10,9 +10,10 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 
-from lightning_rl import A2C, IMPALA, PPO, EnvStepLimit
+from lightning_rl import A2C, IMPALA, PPO, ActorCritic, EnvStepLimit
 from lightning_rl.fast import FlatAdam
 from lightning_rl.training.loss import Loss
+from lightning_rl.training.parameter_groups import split_parameters
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     DISCRETE,
@@ -289,6 +290,27 @@ def test_non_finite_gradient_of_one_optimizer_skips_both(in_tmp_path):
 def test_critic_optimizer_needs_a_separate_encoder(critic):
     with pytest.raises(ConfigurationError, match=r"actor and critic share parameters: expected separate encoders"):
         make(policy={"shared_encoder": True}, optimizer={"critic": critic})
+
+
+class OwnPolicy(ActorCritic):
+    """Names the encoder of its critic in its own way."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.critic_body = self.critic_encoder
+        del self.critic_encoder
+
+
+def test_critic_of_a_custom_policy_is_found_by_the_names_of_its_parameters():
+    data = make_data()
+    policy = OwnPolicy(data.observation_space, data.action_space)
+    _, critic = split_parameters(policy, {}, separate=True)
+    expected = [x for name, x in policy.named_parameters() if name.startswith(("critic_body", "value_head"))]
+    assert set(map(id, critic[None])) == set(map(id, expected))
+    for name in ("critic_body", "value_head"):
+        delattr(policy, name)
+    with pytest.raises(ConfigurationError, match="whose names begin with critic_ or value_"):
+        split_parameters(policy, {}, separate=True)
 
 
 # -- groups of parameters
