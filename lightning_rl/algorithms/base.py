@@ -656,10 +656,12 @@ class OnPolicyAlgorithm(LightningModule):
                 f"the train loader yields {type(batch).__name__}: expected rollouts, as RolloutDataModule makes them"
             )
 
-    def on_train_epoch_end(self) -> None:
-        self.metrics.show_unlogged(self.trainer)
+    def on_train_epoch_start(self) -> None:
         if not self.trainer.log_every_n_steps:  # type: ignore[attr-defined]  # no log begins a new window
             self.metrics.begin(self.env_steps)
+
+    def on_train_epoch_end(self) -> None:
+        self.metrics.show_unlogged(self.trainer)
 
     def on_train_end(self) -> None:
         """Log the last values. Lightning skips this hook when a signal or exception ends the run; it can be resumed."""
