@@ -307,6 +307,8 @@ class RolloutDataModule(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the environments at the next rollout; a seed that was passed to the constructor is kept."""
+        expected = f"a checkpoint with the state of RolloutDataModule: call super() in {type(self).__name__}.state_dict"
+        check("seed" in state_dict, "ckpt_path", [*state_dict], expected)
         if not self._seed_given:
             self.seed = state_dict["seed"]
         if self.trainer is None or self.trainer.state.fn == "fit":  # evaluation must not change a later training

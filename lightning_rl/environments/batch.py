@@ -479,8 +479,8 @@ class EnvironmentBatch:
     def info_values(self, step: Step, key: str) -> torch.Tensor:
         """Return the numbers under `info[key]`, `[B]`; NaN in rows that have no number or are not valid.
 
-        In `SAME_STEP` mode the `info` of a final step is in `final_info`, beside the `info` of the reset. Other values
-        raise a `ConfigurationError`.
+        A single number applies to all rows; other values raise a `ConfigurationError`. In `SAME_STEP` mode the `info`
+        of a final step is in `final_info`, beside the `info` of the reset.
         """
         present = np.ones(self.num_envs, bool) if step.valid is None else step.valid
         sources = [(step.infos, present)]
@@ -491,6 +491,8 @@ class EnvironmentBatch:
         for infos, mask in sources:
             if key in infos:
                 values = np.asarray(infos[key])
+                if values.ndim == 0 and values.dtype.kind in "biuf":  # one number for all environments
+                    values = np.broadcast_to(values, self.num_envs)
                 for index in np.flatnonzero(mask & np.asarray(infos.get(f"_{key}", True), bool)).tolist():
                     try:
                         found[index] = float(values[index])

@@ -127,6 +127,14 @@ def test_wrong_info_in_the_first_step_is_an_error():
         play(change=WRONG[-1][0], options={"previous_reward": True})
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_single_number_in_info_applies_to_all_environments(mode):
+    environments = make(mode=mode, change=lambda *values: (*values[:-1], {**values[-1], "level": 3}))
+    environments.reset()
+    step = environments.step(np.zeros(2, np.int64))
+    assert environments.info_values(step, "level").tolist() == [3, 3]
+
+
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_wrong_values_in_the_first_reset_are_errors(backend):
     with pytest.raises(EnvironmentFailure, match=r"^the environments returned an observation of shape \(2, 1\)"):
