@@ -2,7 +2,8 @@
 
     python benchmarks/curves.py
 
-writes `curves.svg`, `compared.svg`, `three_tasks.svg` and `results.svg` in `docs/figures/`. Needs matplotlib.
+writes `curves.svg`, `compared.svg`, `starpilot.svg`, `three_tasks.svg` and `results.svg` in `docs/figures/`.
+Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lightning_rl.tools.curves import Series
 
 FIGURE = HERE.parent / "docs/figures/curves.svg"
 COMPARED = HERE.parent / "docs/figures/compared.svg"
+STARPILOT = HERE.parent / "docs/figures/starpilot.svg"
 THREE_TASKS = HERE.parent / "docs/figures/three_tasks.svg"
 CURVES = {
     "rollout/episode_return": "training, sampled actions",
@@ -35,14 +37,16 @@ def draw(path: Path = FIGURE, results: Path = RESULTS, algorithm: str = "*") -> 
     plots.draw(panels, [path], statistic="iqm", columns=min(4, len(panels)), shared_legend=True)
 
 
-def compare(path: Path = COMPARED, results: Path = RESULTS) -> None:
-    """Write a figure of two algorithms on one environment, as `lightning-rl plot` draws it."""
+def compare(path: Path, task: str, *names: str, results: Path = RESULTS) -> None:
+    """Write a figure of algorithms on one environment, as `lightning-rl plot` draws it."""
     scores, key = load_scores(results), "rollout/episode_return"
+    found = {name: scores[f"{name.lower()}/{task}"] for name in names}
     compared = [
-        plots.Curve(name, [Series(*np.array(run["curve"][key], float).T) for run in scores[f"{name.lower()}/cartpole"]])
-        for name in ("PPO", "A2C")
+        plots.Curve(name, [Series(*np.array(run["curve"][key], float).T) for run in runs])
+        for name, runs in found.items()
     ]
-    plots.draw([plots.Panel("CartPole-v1", compared, "episode return (training)")], [path])
+    title = environment(found[names[0]][0]["settings"])
+    plots.draw([plots.Panel(title, compared, "episode return (training)")], [path])
 
 
 def three_tasks(path: Path = THREE_TASKS, results: Path = RESULTS) -> None:
@@ -72,6 +76,7 @@ def panel(name: str, runs: list[dict[str, Any]], goal: float | None) -> plots.Pa
 
 if __name__ == "__main__":
     draw()
-    compare()
+    compare(COMPARED, "cartpole", "PPO", "A2C")
+    compare(STARPILOT, "procgen_starpilot_cpu", "PPG", "PPO")
     three_tasks()
     results_page.draw(load_scores())
