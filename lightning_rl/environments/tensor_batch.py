@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.wrappers.vector import TransformReward
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
 
@@ -110,10 +111,18 @@ class TensorEnvironments(EnvironmentBatch):
         numbers = numbers.expand(self.num_envs)
         return numbers if step.valid is None else numbers.where(step.valid.cpu(), torch.nan)
 
+    @property
+    def _own(self) -> Any:  # noqa: ANN401 - a vector environment
+        """The environment with the whole state; None if it has no `state_dict`, or if a wrapper may have a state."""
+        env: Any = self.env
+        while isinstance(env, TransformReward):
+            env = env.env
+        has_state = hasattr(env, "state_dict") and hasattr(env, "load_state_dict")
+        return env if env is env.unwrapped and has_state else None
+
     def state_dict(self) -> dict[str, Any] | None:
         """Return the environment's own `state_dict()` and the observations; None if the environment has none."""
-        own: Any = self.env.unwrapped
-        if self.env is not own or not hasattr(own, "state_dict") or not hasattr(own, "load_state_dict"):
+        if (own := self._own) is None:
             return None
         resets_next = None if self._resets_next is None else self._resets_next.cpu()
         observations = map_leaves(lambda x: x.to("cpu", copy=True), self.observations)
@@ -122,8 +131,8 @@ class TensorEnvironments(EnvironmentBatch):
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[np.ndarray[Any, Any], Nested] | None:
         """Restore all environments; returns None if this is impossible, see `EnvironmentBatch.load_state_dict`."""
-        own: Any = self.env.unwrapped
-        if state["kind"] != "tensors" or self.env is not own or not hasattr(own, "load_state_dict"):
+        own = self._own
+        if state["kind"] != "tensors" or own is None:
             return None
         if len(first_leaf(state["observations"])) != self.num_envs:
             return None

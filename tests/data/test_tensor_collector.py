@@ -302,10 +302,10 @@ def test_a_run_trains_evaluates_and_learns():
     assert trainer.callback_metrics["val/episode_return"] > before / 2  # minus the distance, summed over seven steps
 
 
-@pytest.mark.parametrize("memory", [None, "lstm"])
-def test_a_run_resumes_bit_for_bit(tmp_path, memory):
+@pytest.mark.parametrize(("memory", "env"), [(None, {}), ("lstm", {}), (None, {"reward_scale": 0.5})])
+def test_a_run_resumes_bit_for_bit(tmp_path, memory, env):
     def run(max_epochs: int, ckpt_path: Path | None = None) -> PPO:
-        data = make_data(ID, backend="torch", num_envs=4, rollout_length=10, rollouts_per_epoch=3)
+        data = make_data(ID, backend="torch", num_envs=4, rollout_length=10, rollouts_per_epoch=3, env=env)
         model = make_model(data, policy={"memory": memory})
         trainer = make_trainer(max_epochs=max_epochs)
         trainer.fit(model, data, ckpt_path=ckpt_path)
