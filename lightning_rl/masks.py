@@ -136,6 +136,7 @@ class MaskLayout:
             path: list(zip(component_names(leaf, path), num_choices(leaf), strict=True)) for path, leaf in parts.items()
         }
         self.choices = {name: n for path in parts for name, n in pairs[path]}
+        self._optional = {path for path, leaf in parts.items() if not has_choices(leaf)}
         self.given = {path: str(mask.given) for path, mask in self.masks.items() if mask.given is not None}
         self._parts = []
         for path, mask in self.masks.items():
@@ -198,12 +199,18 @@ class MaskLayout:
         return allowed
 
     def nothing_allowed(self, masks: Nested) -> tuple[str, np.ndarray[Any, Any]] | None:
-        """Return the name of a component without allowed choices, and the rows `[...]` where; None if there is none."""
+        """Return the name of a component without allowed choices, and the rows `[...]` where; None if there is none.
+
+        A floating-point `Box` may have no component in an action that has other parts.
+        """
         if not self._links and self._all_allow_something(masks):
             return None
-        for name, allowed in self.allowed(masks).items():
-            if name not in self.given and not (rows := allowed.any(-1)).all():
-                return name, ~rows
+        nothing = {name: ~allowed.any(-1) for name, allowed in self.allowed(masks).items() if name not in self.given}
+        everywhere = len(nothing) == len(self.choices) and np.logical_and.reduce([*nothing.values()])
+        for name, rows in nothing.items():
+            found = rows & everywhere if name in self._optional else rows
+            if found.any():
+                return name, found
         return None
 
     def _all_allow_something(self, masks: Nested) -> bool:

@@ -173,6 +173,43 @@ def test_component_without_a_valid_choice_is_named(name, part):
         roll(environments)
 
 
+class Parameters(gymnasium.Env):
+    """Choices 0 and 1, of which only choice 1 has parameters, in turn; alone, the parameters are the whole action."""
+
+    observation_space = spaces.Box(-1, 1, (1,))
+
+    def __init__(self, alone: bool = False) -> None:
+        box = spaces.Box(-1, 1, (2,))
+        self.alone, self.action_space = alone, box if alone else spaces.Dict(choice=spaces.Discrete(2), parameters=box)
+
+    def observe(self) -> tuple[np.ndarray, dict[str, Any]]:
+        turn = self.count % 2
+        parameters = np.full(2, turn)
+        mask = parameters if self.alone else {"choice": np.eye(2)[turn], "parameters": parameters}
+        return np.zeros(1, np.float32), {"action_mask": mask}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        self.count = 1
+        return self.observe()
+
+    def step(self, action: Any):
+        assert self.count % 2 or not action["parameters"].any()
+        self.count += 1
+        observation, info = self.observe()
+        return observation, 0.0, False, self.count == 6, info
+
+
+gymnasium.register("Mask/Parameters-v0", Parameters)
+
+
+def test_an_action_may_have_no_component_of_a_box_beside_other_parts():
+    env = {"action_mask": "info.action_mask"}
+    rollout = roll(make_batch("Mask/Parameters-v0", 2, env=env))
+    assert rollout.actions["parameters"][0].all() and not rollout.actions["parameters"][1].any()
+    with pytest.raises(EnvironmentFailure, match=r"allows nothing to the action"):
+        roll(make_batch("Mask/Parameters-v0", 2, env=env, alone=True))
+
+
 def test_parts_without_a_mask_may_be_none():
     action_space = spaces.Tuple([spaces.Discrete(2), spaces.Box(-1, 1, (2,))])
     source = MaskSource("info.action_mask", spaces.Box(-1, 1), action_space)
