@@ -480,13 +480,13 @@ class EnvironmentBatch:
         """Return the numbers under `info[key]`, `[B]`; NaN in rows that have no number or are not valid.
 
         A single number applies to all rows; other values raise a `ConfigurationError`. In `SAME_STEP` mode the `info`
-        of a final step is in `final_info`, beside the `info` of the reset.
+        of a final step is in `final_info`, beside the `info` of the reset; without `final_info`, the only one counts.
         """
         present = np.ones(self.num_envs, bool) if step.valid is None else step.valid
         sources = [(step.infos, present)]
         if self.mode is AutoresetMode.SAME_STEP and step.final_observations:
             ended = step.terminated | step.truncated
-            sources = [(step.infos, present & ~ended), (step.infos.get("final_info", {}), ended)]
+            sources = [(step.infos, present & ~ended), (step.infos.get("final_info", step.infos), ended)]
         found = torch.full((self.num_envs,), torch.nan, dtype=torch.float64)
         for infos, mask in sources:
             if key in infos:

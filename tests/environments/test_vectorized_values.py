@@ -135,6 +135,21 @@ def test_single_number_in_info_applies_to_all_environments(mode):
     assert environments.info_values(step, "level").tolist() == [3, 3]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_info_of_a_final_step_counts_without_final_info(mode):
+    def change(observations, rewards, terminated, truncated, infos):
+        success = {"success": np.where(terminated, 2.0, 0.0), "_success": terminated, "level": np.array([4, 5])}
+        return observations, rewards, terminated, truncated, infos | success
+
+    environments = make(mode=mode, change=change)
+    environments.reset()
+    for _ in range(3):
+        step = environments.step(np.zeros(2, np.int64))
+    assert [index for index, _ in step.final_observations] == [0]
+    np.testing.assert_array_equal(environments.info_values(step, "success"), [2, np.nan])
+    assert environments.info_values(step, "level").tolist() == [4, 5]
+
+
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_wrong_values_in_the_first_reset_are_errors(backend):
     with pytest.raises(EnvironmentFailure, match=r"^the environments returned an observation of shape \(2, 1\)"):
