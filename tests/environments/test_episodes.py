@@ -68,6 +68,31 @@ def test_replay_detects_state_of_earlier_episodes(what, exact):
     assert (again.episode, again.step_count) == ((1, 3) if exact else (2, 0))
 
 
+class Refusing(gymnasium.Wrapper):
+    """Refuses the second step of an episode that follows too few others."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.resets = 0
+
+    def reset(self, **kwargs):
+        self.resets, self.steps = self.resets + 1, 0
+        return self.env.reset(**kwargs)
+
+    def step(self, action):
+        self.steps += 1
+        if self.resets == 1 and self.steps == 2:
+            raise RuntimeError("call reset first")
+        return self.env.step(action)
+
+
+def test_replay_that_raises_begins_the_next_episode():
+    env = played(Refusing(Counter(lengths=(9,))))
+    again = SeededEpisodes(Refusing(Counter(lengths=(9,))))
+    assert not again.restore(env.recorded())[0] and (again.episode, again.step_count) == (2, 0)
+    again.step(0)
+
+
 def test_record_has_the_actions_and_the_sum_of_rewards():
     record = played(Random()).recorded()
     again = played(Random())

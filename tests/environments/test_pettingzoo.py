@@ -247,6 +247,18 @@ def test_copies_that_cannot_be_replayed_begin_the_next_episode():
     assert not exact.any() and observations[0, 2] < 1 and resumed.recorded()["copies"]["0"] == {"episode": 1}
 
 
+def test_copies_that_raise_in_the_replay_begin_the_next_episode():
+    def refuse(actions):
+        raise RuntimeError("the agents have left")
+
+    env, resumed = make_relays(2), make_relays(2)
+    env.reset(seed=5)
+    env.step(np.zeros(2, int))
+    made[-1].step = refuse
+    exact, _ = resumed.restore(env.recorded())
+    assert not exact.any() and resumed.recorded()["copies"]["0"] == {"episode": 1}
+
+
 def test_copies_that_cannot_be_replayed_begin_the_next_episode_with_masks_from_info(tmp_path):
     def make():
         env = {"action_mask": "info.mask", "kwargs": {"noise": 1.0}}
