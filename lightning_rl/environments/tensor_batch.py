@@ -101,15 +101,23 @@ class TensorEnvironments(EnvironmentBatch):
             raise EnvironmentFailure(f"environment {shown} returned an observation or reward that is NaN or infinite")
 
     def info_values(self, step: Step, key: str) -> Tensor:
-        """Return the numbers under `info[key]`, `[B]`; NaN if `info` has no `key` or a row is not valid.
+        """Return the numbers under `info[key]`, `[B]`; NaN in rows that have no number or are not valid.
 
-        A single number applies to all rows; other shapes raise a `ConfigurationError`.
+        A single number applies to all rows; other shapes raise a `ConfigurationError`. In `SAME_STEP` mode the `info`
+        of a final step is in `final_info`, if present.
         """
-        numbers = torch.as_tensor(step.infos.get(key, torch.nan)).to("cpu", torch.float64, copy=True).flatten()
-        expected = f"one number or {self.num_envs} in info[{key!r}], got {len(numbers)}"
-        check(len(numbers) in (1, self.num_envs), "info_keys", key, expected)
-        numbers = numbers.expand(self.num_envs)
-        return numbers if step.valid is None else numbers.where(step.valid.cpu(), torch.nan)
+
+        def numbers(infos: dict[str, Any]) -> Tensor:
+            found = torch.as_tensor(infos.get(key, torch.nan)).to("cpu", torch.float64, copy=True).flatten()
+            expected = f"one number or {self.num_envs} in info[{key!r}], got {len(found)}"
+            check(len(found) in (1, self.num_envs), "info_keys", key, expected)
+            present = torch.as_tensor(infos.get(f"_{key}", True)).to("cpu", torch.bool)
+            return found.expand(self.num_envs).where(present, torch.nan)
+
+        values = numbers(step.infos)
+        if self.mode is AutoresetMode.SAME_STEP and "final_info" in step.infos:
+            values = numbers(step.infos["final_info"]).where((step.terminated | step.truncated).cpu(), values)
+        return values if step.valid is None else values.where(step.valid.cpu(), torch.nan)
 
     @property
     def _own(self) -> Any:  # noqa: ANN401 - a vector environment

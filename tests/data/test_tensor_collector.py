@@ -140,6 +140,18 @@ def test_infos_of_tensor_environments_have_one_number_or_one_for_each():
         environments.info_values(step._replace(infos={"level": torch.zeros(2)}), "level")
 
 
+def test_info_of_final_steps_and_of_some_environments_is_not_mixed_with_others():
+    environments = TensorEnvironments(Reach(3), 5)
+    environments.reset()
+    step = environments.step(torch.zeros(3, 1))._replace(terminated=torch.tensor([True, False, False]))
+    infos = {"level": torch.tensor([0, 2, 0]), "_level": torch.tensor([True, True, False])}
+    found = environments.info_values(step._replace(infos=infos), "level")
+    torch.testing.assert_close(found, torch.tensor([0, 2, torch.nan]).double(), equal_nan=True)
+    final = {"level": torch.tensor([9, 0, 0]), "_level": torch.tensor([True, False, False])}
+    found = environments.info_values(step._replace(infos=infos | {"final_info": final}), "level")
+    torch.testing.assert_close(found, torch.tensor([9, 2, torch.nan]).double(), equal_nan=True)
+
+
 def test_stepping_does_not_convert_to_arrays(monkeypatch):
     policy, tensors, _ = collectors()
 
