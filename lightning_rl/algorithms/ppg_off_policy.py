@@ -100,11 +100,13 @@ class OffPolicyPPG(PPG):
     def update(self, rollout: Rollout) -> None:
         """Store one rollout, then make iterations of the policy phase; an auxiliary phase follows N_π iterations."""
         self.store(rollout)
-        for _ in range(self.updates_per_rollout):
+        for iteration in range(self.updates_per_rollout):
             samples = self.sample()
             if samples is None:
                 break
             self.policy_iteration(samples)
+            if iteration == 0 and not self.steps.stopped:  # before an auxiliary phase, which has other gradients
+                self.on_pass_end(samples.policy, "update")
             if self.kept.is_full:
                 if not self.steps.is_warming_up:
                     self.auxiliary_phase()

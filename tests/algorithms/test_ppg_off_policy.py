@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rl import OffPolicyPPG, Rollout
 from lightning_rl.training.minibatches import BatchPair
@@ -154,3 +156,20 @@ def test_largest_advantage_is_logged_before_it_is_normalized() -> None:
     for model in (normalized, raw):
         fit(model, 1)
     assert normalized.losses["max_abs_advantage"] == raw.losses["max_abs_advantage"] > 0
+
+
+def test_histograms_are_logged_for_the_first_batch_of_a_rollout(tmp_path) -> None:
+    model = make(OffPolicyPPG, num_policy_iterations=1, debug={"histograms": True})
+    logger: Any = TensorBoardLogger(tmp_path)
+    fit(model, 2, logger=logger, log_every_n_steps=1)
+    logger.experiment.flush()
+    found = EventAccumulator(logger.log_dir, {"histograms": 0}).Reload()
+    tags = found.Tags()["histograms"]
+    names = [name for name, _ in model.policy.named_parameters()]
+    # The auxiliary head has gradients in auxiliary phases alone.
+    gradients = [f"gradients/{name}" for name in names if not name.startswith("auxiliary_head")]
+    parts = ["actions", "advantages", *(f"parameters/{name}" for name in names), *gradients]
+    assert sorted(tags) == sorted(f"update/{part}" for part in parts)
+    for tag in tags:
+        assert [event.step for event in found.Histograms(tag)] == [0, ROWS], tag
+    assert found.Histograms("update/advantages")[-1].histogram_value.num == model.batch_size
