@@ -132,6 +132,8 @@ class RND(PPO):
         """Learn from a rollout as PPO does; the first rollout also gives the first statistics of observations."""
         for policy in (self.policy, *self.acting_copies) if self.policy_version == 0 else ():
             policy.novelty_normalizer.update(rollout.flatten().observations)  # type: ignore[union-attr, operator]
+        if self.skipped_updates:  # intrinsic rewards in between are unknown, as in `Normalizers.reset_returns`
+            self.intrinsic_normalizer.discounted_return = torch.zeros_like(self.intrinsic_normalizer.discounted_return)
         super().update(rollout)
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:

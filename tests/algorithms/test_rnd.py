@@ -14,6 +14,7 @@ from tests.combination_probes import SAMPLE, data_options, model_options
 from tests.helpers import (
     DISCRETE,
     VECTOR,
+    FixedRollouts,
     MemoryLogger,
     Recorder,
     make_data,
@@ -179,6 +180,21 @@ def test_skipped_update_changes_no_statistics():
     model.on_train_batch_start = on_train_batch_start
     make_trainer().fit(model, data)
     assert torch.equal(model.intrinsic_normalizer.moments.count, counts[0]) and counts[0] == 32
+
+
+def test_intrinsic_returns_start_at_0_after_a_skipped_update():
+    torch.manual_seed(0)
+    model = make(VECTOR, DISCRETE, debug={"max_skipped_updates": 1})
+    rollouts = [random_rollout(model.policy, seed=seed, off_policy=0.0) for seed in range(3)]
+    for rollout in rollouts:
+        rollout.terminated[:], rollout.truncated[:] = False, False
+        rollout.final_indices, rollout.final_observations = rollout.final_indices[:0], rollout.final_observations[:0]
+    rollouts[1].rewards[0] = math.nan
+    make_trainer().fit(model, FixedRollouts(rollouts, model))
+    discounts = model.intrinsic_gamma ** torch.arange(12, dtype=torch.float64).flip(0).unsqueeze(1)
+    # The return already has the discount of the next step.
+    expected = model.intrinsic_gamma * (discounts * model.stream.rewards).sum(0)
+    assert torch.allclose(model.intrinsic_normalizer.discounted_return, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", [{"num_value_epochs": 3}, {"critic": {"learning_rate": 1e-3}}])
