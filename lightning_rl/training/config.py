@@ -166,7 +166,7 @@ class NormalizationConfig:
             moments.
         rewards: Divide rewards by the running standard deviation of the discounted return (true or `return_std`) or of
             the rewards (`reward_std`).
-        reward_clip: Bound of the absolute normalized reward. None does not clip.
+        reward_clip: Bound of the absolute normalized reward; no effect without `rewards`. None does not clip.
         values: `running_std`: the value head predicts returns divided by their running standard deviation, and the
             value loss is in these units. `popart`: also subtracts the running mean, and rescales the head when the
             moments change (van Hasselt et al. 2016). None: no normalization.
