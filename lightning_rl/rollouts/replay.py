@@ -191,9 +191,12 @@ class UseLimitedBuffer(Replay):
             raise ValueError(f"expected different places that have a row, got {places.tolist()}")
         rows: Fields = map_leaves(itemgetter(places), self._fields)
         self._uses[places] += 1
+        self._remove_used()
+        return rows
+
+    def _remove_used(self) -> None:
         if self.max_use is not None:
             self._uses[self._uses >= self.max_use] = -1
-        return rows
 
     def state_dict(self) -> dict[str, Any]:
         fields = None if self._fields is None else map_leaves(torch.clone, self._fields)
@@ -214,6 +217,7 @@ class UseLimitedBuffer(Replay):
             self.append(map_leaves(itemgetter(oldest_first), state["fields"]))
             kept = oldest_first[-self.size :]
             self._uses[(self._next - len(kept) + torch.arange(len(kept))) % self.size] = state["uses"][kept]
+        self._remove_used()  # `max_use` may be smaller now
 
 
 class _KeptRollout(NamedTuple):

@@ -314,6 +314,18 @@ def test_buffer_is_restored_from_a_checkpoint(tmp_path):
     assert len(restored) == 0
 
 
+@pytest.mark.parametrize("size", [4, 6])
+def test_rows_that_have_reached_a_smaller_max_use_are_not_restored(size):
+    buffer = UseLimitedBuffer(4, max_use=None)
+    buffer.append(rows([1, 2, 3]))
+    for places in ([0, 1], [0, 1], [0]):
+        buffer.gather(torch.tensor(places))
+    restored = UseLimitedBuffer(size, max_use=2)
+    restored.load_state_dict(buffer.state_dict())
+    assert len(restored) == 1
+    assert restored.sample(1)["ids"].tolist() == [3]
+
+
 # -- step weights
 
 
