@@ -174,8 +174,7 @@ def test_throughput_prints_one_line_of_json_with_the_keys_of_every_driver(backen
     assert result["threads"] == 1
     # Two of the four rollouts are not timed; the native backend loses a row with every episode.
     assert result["env_steps"] == 2048 if backend == "sync" else 1900 < result["env_steps"] < 2048
-    rounding = 0.0005 / result["seconds"]
-    assert result["sps"] == pytest.approx(result["env_steps"] / result["seconds"], rel=0.01 + rounding)
+    assert result["sps"] == pytest.approx(result["env_steps"] / result["seconds"], rel=0.01)
     assert result["sps_cpu"] == pytest.approx(result["env_steps"] / result["cpu_seconds"], rel=0.01)
 
 

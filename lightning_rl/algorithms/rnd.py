@@ -132,8 +132,6 @@ class RND(PPO):
         """Learn from a rollout as PPO does; the first rollout also gives the first statistics of observations."""
         for policy in (self.policy, *self.acting_copies) if self.policy_version == 0 else ():
             policy.novelty_normalizer.update(rollout.flatten().observations)  # type: ignore[union-attr, operator]
-        if self.skipped_updates:  # intrinsic rewards in between are unknown, as in `Normalizers.reset_returns`
-            self.intrinsic_normalizer.discounted_return = torch.zeros_like(self.intrinsic_normalizer.discounted_return)
         super().update(rollout)
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
@@ -194,6 +192,10 @@ class RND(PPO):
         self.intrinsic_normalizer.update(
             stream.rewards, stream.dones, stream.valid, starts=starts, repeats=stream.repeats
         )
+
+    def _skip_update(self, rollout: Rollout, not_finite: dict[str, float]) -> None:
+        super()._skip_update(rollout, not_finite)
+        self.intrinsic_normalizer.reset_returns()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

@@ -75,12 +75,12 @@ class NativeCartPole(VectorWrapper):
 class CheckedArrays(VectorWrapper):
     """Checks the first values of a vectorized environment, returns boolean flags, and passes copies of the actions.
 
-    `recorded` and `restore` add the last observations to the environment's own `state_dict`.
+    `recorded` and `restore` add the last observations to the environment's own `state_dict`; `seed` is its first seed.
     """
 
-    def __init__(self, env: Any) -> None:  # noqa: ANN401
+    def __init__(self, env: Any, seed: Any) -> None:  # noqa: ANN401
         super().__init__(env)
-        self._observations: Nested = None
+        self._seed, self._observations = seed, None
         self._is_same_step = autoreset_mode(env) is AutoresetMode.SAME_STEP
         self._is_checked = False
 
@@ -108,7 +108,8 @@ class CheckedArrays(VectorWrapper):
         return {"own": own.state_dict(), "observations": self._observations}
 
     def restore(self, state: dict[str, Any]) -> tuple[Array, Nested]:
-        """Load a state into the environment, which has been reset; return the same as `EnvironmentPool.restore`."""
+        """Load a state after a reset; return the same as `EnvironmentPool.restore`."""
+        self.reset(seed=self._seed)
         own: Any = self.env
         own.load_state_dict(state["own"])
         self._observations = state["observations"]
@@ -544,7 +545,6 @@ class EnvironmentBatch:
             if self._kind_of_state == "episodes":
                 exact, observations = self._base.restore(state["environments"])
             else:
-                self._base.reset(seed=self._reset_seed)
                 exact, observations = self._base.restore(to_arrays(state["environments"]))
                 self._tracker.start(~exact)
             infos = getattr(self._base, "restored_infos", {})

@@ -104,7 +104,7 @@ def _make_vectorized(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> 
         if not spec.evaluation:
             return TensorEnvironments(spec.wrap_tensors(env), seeds[0])
         env = AsArrays(env)
-    env = spec.wrap_vector(spec.wrap_rewards(CheckedArrays(env)), _clips(atari))
+    env = spec.wrap_vector(spec.wrap_rewards(CheckedArrays(env, reset_seed)), _clips(atari))
     return EnvironmentBatch(env, seeds, reset_seed, _repeat_reader(spec, atari), spec.evaluation)
 
 

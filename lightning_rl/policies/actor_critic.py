@@ -310,7 +310,7 @@ class ActorCritic(nn.Module):
 
 _SOURCES = {
     "memory": "initial_memory(batch_size) at the start of episodes, then the memory that act returned",
-    "sequences": "actor_critic(batch) passes those of self.batch(rollout), your own rows have none",
+    "sequences": "actor_critic(batch) passes the sequences of self.batch(rollout); your own rows have none",
 }
 
 

@@ -85,9 +85,8 @@ class Normalizers:
         self.value_targets = self._undo = None
 
     def reset_returns(self) -> None:
-        """Start new discounted returns, because rewards in between are unknown."""
         if self.of_rewards is not None:
-            self.of_rewards.discounted_return = torch.zeros_like(self.of_rewards.discounted_return)
+            self.of_rewards.reset_returns()
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -151,6 +150,10 @@ class RewardNormalizer(nn.Module):
     def forward(self, rewards: Tensor) -> Tensor:
         scaled = rewards * self.moments.scale(self.epsilon).to(rewards.dtype)
         return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)
+
+    def reset_returns(self) -> None:
+        """Start new discounted returns, because rewards in between are unknown."""
+        self.discounted_return = torch.zeros_like(self.discounted_return)
 
     @torch.no_grad()
     def update(

@@ -82,13 +82,13 @@ def split_parameters(
     """
     named = dict(policy.named_parameters())
     critics = [name for name in named if separate and is_of_critic(name)]
-    # A custom policy without `critic_encoder` names the parameters of its critic.
-    if separate and (getattr(policy, "critic_encoder", policy) is None or len(critics) == len(named)):
-        raise ConfigurationError(
-            "optimizer.critic is set, but actor and critic share parameters: expected separate encoders "
-            "(policy.shared_encoder=false)"
-        )
     if separate:
+        # A custom policy without `critic_encoder` names the parameters of its critic.
+        if getattr(policy, "critic_encoder", policy) is None or len(critics) == len(named):
+            raise ConfigurationError(
+                "optimizer.critic is set, but actor and critic share parameters: expected separate encoders "
+                "(policy.shared_encoder=false)"
+            )
         check_critic(policy, "optimizer.critic", True)
     belongs = {name: next((p for p in groups if _fits(name, p)), None) for name in named}
     for pattern in groups:

@@ -113,7 +113,7 @@ def test_actors_change_with_the_next_requested_rollout():
 
 
 def test_episodes_that_actors_play_in_an_earlier_stage_do_not_end_the_next_one():
-    """Episodes of length 10 return at least 5, those of length 2 at most 2."""
+    """Episodes of length 10 return at least 5; episodes of length 2 return at most 2."""
     stages = stages_of("length", 10, 2, 3)
     for stage in stages[:2]:
         stage["until_return"] = 5
