@@ -381,11 +381,12 @@ class OnPolicyAlgorithm(LightningModule):
             config.scheduler.step()  # type: ignore[call-arg]
         self.clock.policy_version += 1
         _update_acting_policy(self)
-        if (publish := getattr(self.trainer.datamodule, "publish_policy", None)) is not None:  # type: ignore[attr-defined]
-            publish()  # to asynchronous actors
         self.clock.advance(rollout, self.device)
         self.metrics.add_rollout(self, rollout, self.losses | skipped | scheduled, time.perf_counter() - start)
         self.updating = False
+        # Last: it raises if an actor was killed while it read the weights.
+        if (publish := getattr(self.trainer.datamodule, "publish_policy", None)) is not None:  # type: ignore[attr-defined]
+            publish()  # to asynchronous actors
         return {"losses": self.losses}
 
     def _begin_update(self, lag: int, rollout: Rollout) -> dict[str, float]:

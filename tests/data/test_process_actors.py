@@ -406,9 +406,11 @@ def test_an_actor_killed_while_it_reads_the_weights_is_named_within_seconds():
             source._processes[1].kill()
             killed.append(time.monotonic())
 
+    model = make(data)
     with pytest.raises(EnvironmentFailure, match=r"actor 1, .* is gone: its process \d+ was killed by SIGKILL"):
-        make_trainer(callbacks=[Kill()]).fit(make(data), data)
+        make_trainer(callbacks=[Kill()]).fit(model, data)
     assert len(killed) == 1 and time.monotonic() - killed[0] < 10
+    assert not model.updating and model.policy_version == 1  # the update is complete
 
 
 def test_a_faster_actor_does_not_starve_the_other():
