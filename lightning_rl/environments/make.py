@@ -232,12 +232,12 @@ def _make_wrapped(spec: EnvironmentSpec, gym_spec: EnvSpec) -> gymnasium.Env[Any
         env = ActionRepeat(env, spec.env.action_repeat, counts_all)
     env = _wrapped(env, _split_wrappers(spec)[0])
     frames = _frames_per_step(spec, atari)
+    if spec.filmed:
+        env = Camera(env, steps_per_second(env, atari is not None, frames))
     if (repeat := learned_repeat(spec.env.learned_action_repeat)) is not None:
         clips = _clips(atari)
         env = LearnedActionRepeat(env, repeat.max, repeat.gamma, frames, spec.evaluation, clips, counts_all)
-    if spec.env.action_mask is not None:
-        env = ReadMasks(env, spec.env.action_mask)
-    return Camera(env, steps_per_second(env, atari is not None, frames)) if spec.filmed else env
+    return env if spec.env.action_mask is None else ReadMasks(env, spec.env.action_mask)
 
 
 def check_filmable(spec: EnvironmentSpec) -> None:

@@ -103,6 +103,14 @@ def test_each_film_shows_its_episode_from_the_first_to_the_last_observation():
         assert not kept.open_films
 
 
+@pytest.mark.parametrize("fixed", [1, 2])
+def test_films_show_the_environment_steps_within_learned_repeats(fixed):
+    data = trained(epochs=1, env={"learned_action_repeat": 4, "action_repeat": fixed})[2]
+    kept = Kept()
+    data.film(kept, 2)
+    assert kept.films == dict.fromkeys(range(2), (30.0, [0, 2, 4, 5]))
+
+
 def test_an_interval_gives_videos_in_the_folder_and_in_the_loggers(tmp_path, monkeypatch):
     """And the run ends with the weights that it has without any, from a checkpoint between two videos too."""
     shown: list[Any] = []
