@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, NoReturn
 import gymnasium
 import numpy as np
 import torch
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space, create_empty_array, iterate
 from gymnasium.wrappers.vector import TransformReward
@@ -27,10 +26,12 @@ from lightning_rl.environments.contract import (
     EnvironmentFailure,
     EnvSettings,
     EpisodeTracker,
+    Find,
     Unexpected,
     WorkerFailure,
     autoreset_mode,
     batch_infos,
+    find_bad,
     find_not_finite,
     is_failure,
     role_prefix,
@@ -385,7 +386,7 @@ class EnvironmentBatch:
         self._reset_seed = reset_seed
         self.mode = autoreset_mode(env)
         # Functions of the rows of each leaf; None for integers of a `Box`.
-        self._find_bad = map_paths(_find_bad, self.single_observation_space)
+        self._find_bad = map_paths(find_bad, self.single_observation_space)
         self._failures: list[str] = []
         self._pool = env.unwrapped if isinstance(env.unwrapped, EnvironmentPool) else None
         if self._pool is not None:
@@ -590,6 +591,8 @@ class EnvironmentBatch:
             what = str(error) if isinstance(error, Unexpected) else f"raised in {where}: {summary(error)}"
             at = f"(step {self._tracker.clock}, seeds {shown})"
             raise EnvironmentFailure(f"the {self._role}environments {what} {at}") from error
+        if error.begins and where == "step":
+            self._tracker.start(np.isin(np.arange(self.num_envs), error.indices))
         failure = EnvironmentFailure(f"{self._tracker.labels(error.indices)} {error.what}")
         for note in getattr(error, "__notes__", ()):  # the traceback in a worker process
             failure.add_note(note)
@@ -600,35 +603,12 @@ class EnvironmentBatch:
         return map_leaves(lambda _, x: np.array(x), self._find_bad, row_of(batch, index))
 
     def _check_observations(self, observations: Nested, first: int = 0) -> None:
-        def check_leaf(find: _Find | None, rows: Array) -> None:
+        def check_leaf(find: Find | None, rows: Array) -> None:
             if find is not None:
                 self._check_rows(find, rows, first)
 
         map_leaves(check_leaf, self._find_bad, observations)
 
-    def _check_rows(self, find: _Find, rows: Array, first: int = 0) -> None:
+    def _check_rows(self, find: Find, rows: Array, first: int = 0) -> None:
         if (found := find(rows)) is not None:
             raise EnvironmentFailure(f"{self.label(first + found[0])} {found[1]}")
-
-
-_Find = Callable[[Array], tuple[int, str] | None]
-"""A function that returns the first row, of rows `[N, ...]` of a leaf, with a bad value, and the message about it."""
-
-
-def _find_bad(path: str, space: spaces.Space[Any]) -> _Find | None:
-    name = f"observation {path}".rstrip()
-    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        last = space.start + (space.n if isinstance(space, spaces.Discrete) else space.nvec) - 1
-        return partial(_find_outside, name, space, space.start, last)
-    if isinstance(space, spaces.MultiBinary):
-        return partial(_find_outside, name, space, 0, 1)
-    is_float = space.dtype is not None and np.issubdtype(space.dtype, np.floating)
-    return partial(find_not_finite, name) if is_float else None
-
-
-def _find_outside(name: str, space: spaces.Space[Any], low: Any, high: Any, rows: Array) -> tuple[int, str] | None:  # noqa: ANN401
-    outside = (rows < low) | (rows > high)  # 2 µs in a step, after which an encoder may fail or ignore the value
-    if not np.count_nonzero(outside):
-        return None
-    index = int(np.argwhere(outside)[0, 0])
-    return index, f"returned an {name} {rows[index]}: expected an element of {space}"

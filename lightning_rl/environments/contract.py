@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from lightning_rl.nested import map_leaves
@@ -99,12 +100,13 @@ class EnvironmentFailure(ExplainedError, RuntimeError):
 
 
 class WorkerFailure(Exception):
-    """The workers `indices` died, hung or raised; `EnvironmentBatch` adds episode, seed and step to the message."""
+    """Environments `indices` failed, in the next episode if it `begins`; `EnvironmentBatch` adds episode and step."""
 
-    def __init__(self, indices: Sequence[int], what: str) -> None:
+    def __init__(self, indices: Sequence[int], what: str, begins: bool = False) -> None:
         super().__init__(f"environment {', '.join(map(str, indices)) or '(unknown)'} {what}")
         self.indices = indices
         self.what = what
+        self.begins = begins
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,30 @@ def find_not_finite(name: str, rows: np.ndarray[Any, Any]) -> tuple[int, str] | 
     row, *entry = places[0].tolist()
     at = f" (entry {', '.join(map(str, entry))})" if entry else ""
     return row, f"returned {name}{at} {rows[tuple(places[0])]}: expected a finite number that float32 can hold"
+
+
+Find = Callable[[Array], tuple[int, str] | None]
+"""A function that returns the first row, of rows `[N, ...]` of a leaf, with a bad value, and the message about it."""
+
+
+def find_bad(path: str, space: spaces.Space[Any]) -> Find | None:
+    """Return the function for one leaf of the space; None for integers of a `Box`."""
+    name = f"observation {path}".rstrip()
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        last = space.start + (space.n if isinstance(space, spaces.Discrete) else space.nvec) - 1
+        return functools.partial(_find_outside, name, space, space.start, last)
+    if isinstance(space, spaces.MultiBinary):
+        return functools.partial(_find_outside, name, space, 0, 1)
+    is_float = space.dtype is not None and np.issubdtype(space.dtype, np.floating)
+    return functools.partial(find_not_finite, name) if is_float else None
+
+
+def _find_outside(name: str, space: spaces.Space[Any], low: Any, high: Any, rows: Array) -> tuple[int, str] | None:  # noqa: ANN401
+    outside = (rows < low) | (rows > high)  # 2 µs in a step, after which an encoder may fail or ignore the value
+    if not np.count_nonzero(outside):
+        return None
+    index = int(np.argwhere(outside)[0, 0])
+    return index, f"returned an {name} {rows[index]}: expected an element of {space}"
 
 
 class Unexpected(Exception):

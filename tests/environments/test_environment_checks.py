@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 
 from lightning_rl.environments import EnvironmentFailure, make_environments
 from lightning_rl.environments.episodes import SeededEpisodes, Unexpected, fit_leaf, to_flag
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data
+from tests.probes import make_batch
 
 UNIT = spaces.Box(-1, 1, (3,), np.float32)
 
@@ -303,6 +305,25 @@ def test_observation_outside_of_a_discrete_space_is_an_error(at, nested, backend
         EnvironmentFailure, match=rf"^environment 0 \(.*, step {at}\) returned an observation {path}{what}"
     ):
         play("Series", 4, backend=backend, env={"kwargs": given})
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 4])
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_flattened_observation_outside_of_its_space_raises_the_error_of_the_observation(at, mode):
+    rows = [{"a": 2, "b": np.zeros(1, np.float32)} for _ in range(9)]
+    rows[at]["a"] = -1  # the third step ends an episode, and the next row begins one
+    kwargs = {"space": spaces.Dict(a=spaces.Discrete(3), b=spaces.Box(-1, 1, (1,))), "observations": rows}
+    messages = []
+    for flatten in (False, True):
+        options = {"kwargs": kwargs, "flatten_observations": flatten}
+        environments = make_batch("lightning_rl_tests/Series-v0", 2, mode=mode, env=options)
+        with pytest.raises(EnvironmentFailure, match="returned an observation a -1: expected an element") as error:
+            environments.reset()
+            for _ in range(5):
+                environments.step(np.zeros(2, np.int64))
+        messages.append(str(error.value))
+        environments.close()
+    assert messages[0] == messages[1] and f"episode {at // 4}" in messages[0]
 
 
 def test_infinity_in_float16_is_an_error():

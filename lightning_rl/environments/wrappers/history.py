@@ -14,11 +14,21 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
-from lightning_rl.environments.contract import IDLE, LIFE_LOST, LOST, Array, autoreset_mode, row_of
+from lightning_rl.environments.contract import (
+    IDLE,
+    LIFE_LOST,
+    LOST,
+    Array,
+    Find,
+    WorkerFailure,
+    autoreset_mode,
+    find_bad,
+    row_of,
+)
 from lightning_rl.environments.wrappers.action_repeat import as_earned_in_training
 from lightning_rl.environments.wrappers.transforms import RewardTransform
 from lightning_rl.masks import MAX_INTEGER_CHOICES, ActionMask, has_choices, num_choices
-from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths, replace_leaves
+from lightning_rl.nested import Nested, map_leaves, map_paths, map_space, nested_paths, replace_leaves
 from lightning_rl.spaces import image_layout, is_image, space_to_dict
 from lightning_rl.validation import ConfigurationError, check
 
@@ -114,8 +124,7 @@ class VectorHistory(VectorWrapper, ABC):
 class FrameStack(VectorHistory):
     """Stacks the observations of the last `size` steps, oldest first; an episode begins with copies of its first one.
 
-    Every leaf gets a new first dimension of this size, except images, whose channels are concatenated, and action
-    masks, of which the newest counts.
+    Each leaf gets a new first dimension, except images (concatenated channels) and action masks (the newest counts).
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any], size: int) -> None:
@@ -185,10 +194,22 @@ class FlatObservations(VectorHistory):
         space_to_dict(env.single_observation_space, "observation_space")  # names an unsupported part
         super().__init__(env, spaces.flatten_space(env.single_observation_space))
         self._inner = env.single_observation_space
+        self._find_bad = map_paths(find_bad, self._inner)
+
+    def start_episodes(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
+        self._check(observations, which & (self._mode is AutoresetMode.SAME_STEP))
 
     def show(self, observations: Nested) -> Nested:
+        self._check(observations, np.zeros(self.num_envs, bool))  # an encoding would hide bad values
         rows = (spaces.flatten(self._inner, row_of(observations, index)) for index in range(self.num_envs))
         return np.stack([np.asarray(row) for row in rows])
+
+    def _check(self, observations: Nested, begins: Array) -> None:
+        def check_leaf(find: Find | None, rows: Array) -> None:
+            if find is not None and (found := find(rows)) is not None:
+                raise WorkerFailure([found[0]], found[1], begins[found[0]])
+
+        map_leaves(check_leaf, self._find_bad, observations)
 
 
 ACTION, REWARD, OBSERVATION = "previous_action", "previous_reward", "observation"
