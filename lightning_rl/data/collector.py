@@ -151,7 +151,8 @@ class Collector:
         rollout.policy_version = policy_version
         rollout.repeats = torch.stack(repeats).to(self.generator.device) if repeats else None
         rollout.infos = {key: torch.stack(values) for key, values in infos.items()} or None
-        rollout.info_names = sorted((info_names or step.infos) if infos else ())
+        names = (info_names or step.infos) if infos else ()
+        rollout.info_names = sorted(name for name in names if isinstance(name, str))
         rollout.frames = sum(frames) if frames else None
         rollout.seconds = time.perf_counter() - begun
         rollout.parts_of_seconds = self._seconds

@@ -86,3 +86,17 @@ def test_info_of_an_agents_final_step_is_not_that_of_the_reset():
     env.step(np.zeros(2, np.int64))
     *_, infos = env.step(np.zeros(2, np.int64))
     assert infos["final_info"]["success"].tolist() == [1.0, 1.0] and infos["success"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_info_may_have_keys_that_are_not_strings(backend, monkeypatch):
+    class Numbered(OneInfo):
+        def __init__(self):
+            self.info = {0: 1.0, (1, "a"): 2.0}
+
+    monkeypatch.setitem(gymnasium.registry, "Numbered-v0", gymnasium.envs.registration.EnvSpec("Numbered-v0", Numbered))
+    environments = make_batch("Numbered-v0", backend=backend)
+    rollout = make_collector(environments, 3, info_keys=("success",)).collect(Told())
+    environments.close()
+    assert rollout.infos["success"].flatten().tolist() == [0.5, 1.0, 0.5]
+    assert "success" in rollout.info_names and {*map(type, rollout.info_names)} == {str}
