@@ -382,7 +382,8 @@ class Collector:
             self._truncate_failed_episodes()
         self.environments.check_finite()
         finals = self._final_observations()
-        observations, stored = _to_device(self._observed, device), _to_device(self._stored, device)
+        observations = _to_device(self._observed, device)
+        stored = {name: self._stored[name].to(device, copy=True) for name in ("terminated", "truncated", "valid")}
         actions = self._acted["actions"]
         log_probs = self._acted.get("log_probs")
         if log_probs is None:

@@ -253,6 +253,19 @@ def clone(x):
     return x.tolist() if isinstance(x, torch.Tensor | np.ndarray) else x
 
 
+def test_next_rollout_overwrites_only_observations():
+    options = {"lengths": (3, 5), "ends": ("terminated", "truncated"), "mode": AutoresetMode.NEXT_STEP}
+    environments = make_batch("Probe/Counter-v0", 2, start=None, **options)
+    collector, policy = make_collector(environments, 7), make_policy(environments)
+    rollout = collector.collect(policy)
+    kept = clone(rollout.state_dict())
+    assert kept["valid"] is not None
+    collector.collect(policy)
+    overwritten = {name for name, value in clone(rollout.state_dict()).items() if value != kept[name]}
+    environments.close()
+    assert overwritten == {"observations"}
+
+
 @pytest.mark.parametrize("num_envs", [2, 3, 8])
 @pytest.mark.parametrize(
     ("env_id", "options"),
