@@ -72,6 +72,17 @@ def make_environments(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) ->
         ConfigurationError: The id is unknown, a package is missing, or an option does not fit the backend.
         EnvironmentFailure: A worker process failed.
     """
+    environments = _make(spec, num_envs, seeds)
+    rows = environments.num_envs
+    if rows != num_envs and (num_envs > 1 or rows != environments.num_agents):
+        environments.close()
+        expected = f"{rows}, since the vector_entry_point of {spec.env_id} made {rows} environments"
+        name = "evaluation.num_envs" if spec.evaluation else "num_envs"
+        raise ConfigurationError(f"{name}={num_envs} is not valid: expected {expected}")
+    return environments
+
+
+def _make(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> EnvironmentBatch:
     import_modules(spec.env.imports)
     if spec.backend in ("native", "torch", "envpool"):
         return _make_vectorized(spec, num_envs, seeds)
@@ -202,7 +213,7 @@ def _place(error: BaseException) -> str:
 
 def spaces_of(spec: EnvironmentSpec) -> Spaces:
     """Return the spaces of one environment; raises as `make_environments`."""
-    environment = make_environments(spec, 1, [0])
+    environment = _make(spec, 1, [0])  # some environments have a fixed number of rows
     environment.close()
     return Spaces(environment.single_observation_space, environment.single_action_space, environment.num_agents)
 

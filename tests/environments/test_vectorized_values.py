@@ -10,6 +10,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments import EnvConfig, EnvironmentFailure, EnvironmentSpec, make_environments
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import make_data, make_model, make_trainer
 
 MODES = [mode.value for mode in AutoresetMode]
 
@@ -102,6 +104,21 @@ def test_flags_of_any_type_give_the_same_steps_as_booleans(mode, dtype, options)
     expected = play(mode=mode, options=options)
     assert play(mode=mode, options=options, change=as_numbers) == expected
     assert any(terminated[0] for terminated, *_ in expected)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("num_envs", [1, 2, 4])
+def test_another_number_of_vectorized_environments_is_an_error_before_training(backend, num_envs, monkeypatch):
+    kind = TensorSteps if backend == "torch" else Steps
+    spec = EnvSpec("Fixed-v0", vector_entry_point=lambda num_envs: kind(3))
+    monkeypatch.setitem(gymnasium.registry, "Fixed-v0", spec)
+    data = make_data("Fixed-v0", backend=backend, num_envs=num_envs)
+    assert data.observation_space.shape == (3,)
+    expected = f"^num_envs={num_envs} is not valid: expected 3, since the vector_entry_point of Fixed-v0 made 3 env"
+    with pytest.raises(ConfigurationError, match=expected):
+        make_trainer().fit(make_model(data), data)
+    data = make_data("Fixed-v0", backend=backend, num_envs=3, evaluation={"episodes": 3})
+    make_trainer(limit_val_batches=1.0).fit(make_model(data, num_minibatches=3), data)
 
 
 WRONG = [
