@@ -152,11 +152,14 @@ def make_envpool(
     if task not in known:
         raise unknown_id(spec.env_id, known)
     with explained(spec):
-        options = envpool.make_spec(task).config._fields
-    atari = spec.atari_options("reward_clip" in options)
+        config = envpool.make_spec(task).config
+    atari = spec.atari_options("reward_clip" in config._fields)
     limit = spec.env.max_episode_steps
-    expected = "None for Procgen games, which have a fixed limit in EnvPool"
-    check(limit is None or "num_levels" not in options, "env.max_episode_steps", limit, expected)
+    is_procgen = "num_levels" in config._fields
+    # EnvPool 1.2.5 ignores the limit of these games, and of the tasks that have none, such as Catch-v0.
+    ignores = is_procgen or config.max_episode_steps == np.iinfo(np.int32).max
+    expected = f"None for {'Procgen games' if is_procgen else task}, whose limit EnvPool cannot change"
+    check(limit is None or not ignores, "env.max_episode_steps", limit, expected)
     kwargs: dict[str, Any] = {"num_envs": num_envs, "env_seed": seeds} | limited(limit)
     if atari is not None:
         kwargs |= (atari.for_evaluation() if spec.evaluation else atari).envpool_kwargs()

@@ -1,8 +1,9 @@
 """Training and evaluation with each family of EnvPool's tasks; Procgen needs additional libraries."""
 
+import numpy as np
 import pytest
 
-from lightning_rl.environments import EnvironmentSpec
+from lightning_rl.environments import EnvironmentSpec, make_environments
 from lightning_rl.environments.make import explained
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data, make_model, make_trainer
@@ -51,6 +52,24 @@ def test_time_limit_of_procgen_cannot_be_changed():
         ConfigurationError, match=r"^env.max_episode_steps=5 is not valid: expected None for Procgen games"
     ):
         make_data("BigfishEasy-v0", backend="envpool", env={"max_episode_steps": 5}).observation_space  # noqa: B018
+
+
+@pytest.mark.parametrize("env_id", ["Catch-v0", "CliffWalking-v0", "ConnectFour-v1"])
+def test_time_limit_of_a_task_without_one_cannot_be_set(env_id):
+    expected = f"^env.max_episode_steps=5 is not valid: expected None for {env_id}, whose limit EnvPool cannot change"
+    with pytest.raises(ConfigurationError, match=expected):
+        make_data(env_id, backend="envpool", env={"max_episode_steps": 5}).observation_space  # noqa: B018
+    assert make_data(env_id, backend="envpool").observation_space is not None
+
+
+@pytest.mark.parametrize("env_id", ["FrozenLake-v1", "Taxi-v3", "MiniGrid-Empty-5x5-v0"])
+def test_time_limit_replaces_the_limit_of_a_task(env_id):
+    data = make_data(env_id, backend="envpool", env={"max_episode_steps": 1})
+    environments = make_environments(data.spec, 1, [0])
+    environments.reset()
+    ends = [environments.step(np.zeros(1, np.int64)) for _ in range(3)]
+    environments.close()
+    assert [bool(step.truncated[0] or step.terminated[0]) for step in ends] == [True, False, True]
 
 
 def test_missing_library_of_envpool_is_named():
