@@ -145,6 +145,26 @@ def test_environment_with_own_state_is_restored_without_a_log(monkeypatch):
     assert exact and observation.tolist() == [1, 3]
 
 
+@pytest.mark.parametrize(
+    ("options", "uses_state"),
+    [
+        ({"max_episode_steps": 9, "frame_stack": 2, "previous_action": True, "reward_scale": 0.5}, True),
+        ({"wrappers": [{"class_path": "gymnasium.wrappers.TimeLimit", "init_args": {"max_episode_steps": 5}}]}, True),
+        ({"wrappers": ["gymnasium.wrappers.TimeAwareObservation"], "max_episode_steps": 9}, False),
+        ({"training_wrappers": ["lightning_rl.environments.TerminationAsTruncation"]}, False),
+        ({"action_repeat": 2}, False),
+        ({"learned_action_repeat": 2}, False),
+    ],
+)
+def test_own_state_is_stored_unless_actions_are_repeated_or_wrapped(options, uses_state, monkeypatch):
+    monkeypatch.setitem(gymnasium.registry, "Owner-v0", EnvSpec("Owner-v0", Owner))
+    environments = make_batch("Owner-v0", env=options)
+    environments.reset()
+    (record,) = environments.state_dict()["environments"]
+    environments.close()
+    assert (record["own"] is not None) == uses_state
+
+
 def test_time_limit_of_an_environment_with_own_state_is_restored():
     def limited():
         return TimeLimit(OrderEnforcing(Owner(lengths=(100,))), 5)
