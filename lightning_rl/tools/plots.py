@@ -282,7 +282,8 @@ def _warnings(experiments: dict[str, list[Log]], metrics: Sequence[str]) -> Iter
         if 0 < len(without) < len(everything):  # a metric that no log has is an error
             yield f"{metric} is not in the logs of these runs, which are left out: {', '.join(without)}"
     for name, logs in experiments.items():
-        for group in _by_environment(logs).values():
+        drawn = [log for log in logs if any(metric in log.scalars for metric in metrics)]
+        for group in _by_environment(drawn).values():
             if repeated := same_seed(group):
                 folders = ", ".join(str(log.folder) for log in repeated)
                 yield (

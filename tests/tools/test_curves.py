@@ -234,6 +234,14 @@ def test_plot_command_names_runs_without_the_metric(in_tmp_path, monkeypatch, ca
     assert capsys.readouterr().err == expected
 
 
+def test_plot_command_does_not_count_runs_without_the_metric_as_seeds(in_tmp_path, monkeypatch, capsys):
+    write_run(Path("a/version_0"), [1, 2])
+    write_run(Path("a/version_1"), [])  # ended before its first log
+    plot(monkeypatch, "a")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("which are left out: a/version_1")
+
+
 def test_plot_command_draws_a_panel_per_environment(in_tmp_path, monkeypatch, capsys):
     for seed in range(4):
         write_run(Path(f"runs/ppo/version_{seed}"), [seed, seed + 1], seed)
