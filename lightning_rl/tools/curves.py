@@ -213,6 +213,9 @@ def _read_log(folder: Path, root: Path) -> Log:
     seeds = {key: seed for key in _SEEDS if (seed := settings.get(key)) is not None and seed is not False}
     # An option that is null equals one that is missing: a configuration need not name it.
     others = {k: x for k, x in settings.items() if x is not None and not k.startswith(_NOT_SETTINGS)}
+    for callback in settings.get("trainer.callbacks") or []:  # of these, only a curriculum makes another experiment
+        if isinstance(callback, dict) and str(callback.get("class_path")).endswith("Curriculum"):
+            others["curriculum"] = callback.get("init_args")
     return Log(folder, others, _read_scalars(folder), _key(seeds) if seeds else None, run, changed)
 
 

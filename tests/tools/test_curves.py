@@ -87,6 +87,17 @@ def test_runs_that_differ_only_by_seed_are_one_curve(tmp_path):
         find_logs(tmp_path / "c")
 
 
+def test_runs_with_and_without_curriculum_are_two_curves(tmp_path):
+    for seed, name in enumerate(("Curriculum", "EnvStepLimit")):
+        write_run(tmp_path / f"version_{seed}", [seed], seed)
+        callback = {"class_path": f"lightning_rl.{name}", "init_args": {"stages": [{"attributes": {"length": 0.1}}]}}
+        path = tmp_path / f"version_{seed}" / "config.yaml"
+        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"trainer": {"callbacks": [callback]}}))
+    with_it, without = by_experiment(find_logs(tmp_path))
+    assert with_it == "PPO, curriculum={'stages': [{'attributes': {'length': 0.1}}]} (CartPole-v1)"
+    assert without == "PPO, curriculum=None (CartPole-v1)"
+
+
 def test_null_options_equal_missing_ones(tmp_path):
     for seed in range(4):
         write_run(tmp_path / f"version_{seed}", [seed], seed, **({"target_kl": None} if seed % 2 else {}))
