@@ -114,7 +114,7 @@ class EnvStepLimit(Callback):
         """Stop a resumed run that has reached the limit already."""
         if self._stop_if_reached(trainer, pl_module):
             rank_zero_warn(
-                f"max_env_steps={self.max_env_steps} was reached before: the checkpoint is at "
+                f"max_env_steps={self.max_env_steps} was reached before: the run is at "
                 f"{env_steps_of(pl_module)} environment steps, and nothing is trained. Raise the limit to continue."
             )
 

@@ -92,6 +92,12 @@ def test_the_limit_counts_on_where_a_resumed_run_was(tmp_path):
     assert model.policy_version == 6
 
 
+def test_second_fit_at_the_limit_warns_without_naming_a_checkpoint():
+    trainer, model, _ = fit(EnvStepLimit(64))
+    with pytest.warns(UserWarning, match="max_env_steps=64 was reached before: the run is at 64 environment steps"):
+        trainer.fit(model, make_data())
+
+
 def test_a_limit_reached_before_resuming_is_said_and_nothing_is_trained(tmp_path):
     _, before, _ = fit(EnvStepLimit(64), LastCheckpoint(tmp_path), enable_checkpointing=True)
     with pytest.warns(UserWarning, match="max_env_steps=64 was reached before.* 64 environment steps"):
