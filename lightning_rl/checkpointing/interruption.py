@@ -78,7 +78,8 @@ class InterruptionGuard(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the folders of checkpoints, and replace Lightning's signal handlers until the end of the fit."""
-        for callback in trainer.checkpoint_callbacks if trainer.is_global_zero else ():
+        saves = trainer.is_global_zero and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        for callback in trainer.checkpoint_callbacks if saves else ():
             if isinstance(callback, ModelCheckpoint) and callback.dirpath and "://" not in str(callback.dirpath):
                 make_folder(f"trainer.callbacks: {type(callback).__name__}.dirpath", callback.dirpath)
         if trainer.received_sigterm:  # since `setup`

@@ -574,6 +574,12 @@ def test_fast_dev_run_writes_nothing(capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("Done: 32 environment steps")
 
 
+def test_fast_dev_run_makes_no_folder():
+    before = {*Path().iterdir()}
+    main(["fit", *SMALL, "--trainer.fast_dev_run=true"])
+    assert {*Path().iterdir()} == before
+
+
 def test_validate_test_and_predict_play_the_policy_of_a_checkpoint(capsys):
     cli = main(["fit", *SMALL, "--max_env_steps=64"])
     capsys.readouterr()
