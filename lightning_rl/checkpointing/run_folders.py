@@ -85,16 +85,13 @@ def new_run_dir(root: Path) -> Path:
     version = 1 + max(map(_version, root.glob("version_*")), default=-1)
     if not _is_first_rank():
         return Path(os.environ.get(_SHARED) or root / f"version_{version}")
+    make_folder("default_root_dir", root)
     while True:
         run_dir = root / f"version_{version}"
         try:
-            run_dir.mkdir(parents=True)
+            run_dir.mkdir()
         except FileExistsError:  # another run started at the same moment
             version += 1
-        except OSError as error:
-            raise ConfigurationError(
-                f"default_root_dir={str(root)!r}: expected a folder that can be written: {error.strerror}"
-            ) from error
         else:
             os.environ[_SHARED] = str(run_dir)
             return run_dir
