@@ -49,14 +49,14 @@ FORMAT = 2
 
 
 class DeployedPolicy(nn.Module):
-    """A policy on the CPU that maps observations to actions for the environment.
+    """A copy of a policy on the CPU, without gradients, that maps observations to actions for the environment.
 
     Without `deterministic`, PyTorch's global generator samples the actions.
     """
 
     def __init__(self, policy: nn.Module, action_space: spaces.Space[Any], deterministic: bool) -> None:
         super().__init__()
-        self.policy = policy
+        self.policy = copy_to_cpu(policy).eval().requires_grad_(False)
         self.deterministic = deterministic
         self._to_environment = tensor_conversion(action_space, torch.device("cpu"))
 
@@ -70,11 +70,6 @@ class DeployedPolicy(nn.Module):
         output = policy.act(observations, deterministic=self.deterministic, **acting)
         actions = self._to_environment(output.environment_action)
         return actions if memory is None else (actions, output.memory)
-
-
-def deploy(policy: nn.Module, action_space: spaces.Space[Any], deterministic: bool) -> DeployedPolicy:
-    """Return a `DeployedPolicy` with a copy of a policy on the CPU, without gradients."""
-    return DeployedPolicy(copy_to_cpu(policy).eval().requires_grad_(False), action_space, deterministic)
 
 
 def example_observations(policy: nn.Module, observation_space: spaces.Space[Any], seed: int = 0) -> Nested:
@@ -101,19 +96,18 @@ def export_program(
     `torch.export.save` writes it. `torch.export.load(path).module()` is called like `DeployedPolicy` and only needs
     PyTorch. A policy that PyTorch cannot export raises a `ConfigurationError`.
     """
-    deployed = deploy(policy, action_space, deterministic)
+    deployed = DeployedPolicy(policy, action_space, deterministic)
     inputs = example_inputs(deployed.policy, observation_space)
     shapes = map_leaves(lambda x: {0: Dim("batch", min=1)}, inputs)
-    with torch.no_grad():
-        # Distributions make their constants in the first call, which must not be traced.
-        DeployedPolicy(deployed.policy, action_space, deterministic=True)(*inputs)
-        try:
+    _seeded(deployed, inputs)  # distributions make their constants in the first call, which must not be traced
+    try:
+        with torch.no_grad():
             return torch.export.export(deployed, inputs, dynamic_shapes=shapes)
-        except Exception as error:
-            raise ConfigurationError(
-                f"policy={type(policy).__name__} cannot be exported: expected one that torch.export can trace; "
-                f"{type(error).__name__}: {error}"
-            ) from error
+    except Exception as error:
+        raise ConfigurationError(
+            f"policy={type(policy).__name__} cannot be exported: expected one that torch.export can trace; "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def input_names(inputs: tuple[Nested, ...]) -> tuple[Nested, ...]:
@@ -134,10 +128,10 @@ def describe(
 ) -> dict[str, Any]:
     """Return a description of an exported policy for a JSON file."""
     algorithm: Any = model
-    policy = copy_to_cpu(algorithm.acting_policy())
-    inputs = example_inputs(policy, algorithm.observation_space)
+    deployed = DeployedPolicy(algorithm.acting_policy(), algorithm.action_space, deterministic=True)
+    inputs = example_inputs(deployed.policy, algorithm.observation_space)
     observations, *memory = inputs
-    output = DeployedPolicy(policy, algorithm.action_space, deterministic=True)(*inputs)
+    output = deployed(*inputs)
     return {
         "format": FORMAT,
         "version": __version__,
@@ -146,7 +140,7 @@ def describe(
         "env_id": env_id,
         "env_steps": algorithm.env_steps,
         "score": None if score is None else dict(score),
-        "observation_space": _finite(space_to_dict(acting_space(policy, algorithm.observation_space))),
+        "observation_space": _finite(space_to_dict(acting_space(deployed.policy, algorithm.observation_space))),
         "action_space": _finite(space_to_dict(algorithm.action_space)),
         "observations": map_leaves(_describe_row, observations),
         "memory": map_leaves(_describe_row, memory[0]) if memory else None,
@@ -174,14 +168,13 @@ def _finite(x: Any) -> Any:  # noqa: ANN401 - the description of a space
 
 
 def save_onnx(
-    program: ExportedProgram, policy: nn.Module, inputs: Nested, outputs: Nested, description: str, path: Path
+    program: ExportedProgram, deployed: DeployedPolicy, inputs: tuple[Nested, ...], description: str, path: Path
 ) -> Callable[..., Nested]:
     """Write the program of a policy as an ONNX model; return the model in onnxruntime, to be called like the program.
 
-    `inputs` and `outputs` are names, nested as the tensors. An operator without a counterpart in ONNX, or in
-    onnxruntime, raises a `ConfigurationError`.
+    `inputs` are examples. An operator without a counterpart in ONNX, or in onnxruntime, raises a `ConfigurationError`.
     """
-    dtype = next(policy.parameters()).dtype
+    dtype = next(deployed.parameters()).dtype
     if dtype not in (torch.float32, torch.float64):
         raise ConfigurationError(f"format='onnx': the policy is in {dtype}: expected float32 or float64")
     import onnxruntime
@@ -190,7 +183,8 @@ def save_onnx(
     options.log_severity_level = 3  # errors
     # The exporter would warn of packages that are not needed, and print its progress.
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
-    feed_names, names = leaves(inputs), leaves(outputs)
+    outputs = output_names(_seeded(deployed, inputs), has_memory=len(inputs) > 1)
+    feed_names, names = leaves(input_names(inputs)), leaves(outputs)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -210,7 +204,7 @@ def save_onnx(
     except Exception as error:
         *_, cause = causes(error)  # names the operator
         raise ConfigurationError(
-            f"policy={type(policy).__name__} cannot be exported to ONNX: expected other actions or networks, "
+            f"policy={type(deployed.policy).__name__} cannot be exported to ONNX: expected other actions or networks, "
             f"programs=['greedy'] if only sampling cannot be exported, or format='torch_export'; "
             f"{type(cause).__name__}: {cause}"
         ) from error
@@ -343,12 +337,11 @@ def _save(
     about: str,
 ) -> tuple[Callable[..., Nested], DeployedPolicy]:
     policy = model.acting_policy()  # with whole parameters
-    deployed = deploy(policy, model.action_space, greedy)
+    deployed = DeployedPolicy(policy, model.action_space, greedy)
     program = export_program(policy, model.observation_space, model.action_space, greedy)
     if format_ == "onnx":
         inputs = example_inputs(deployed.policy, model.observation_space)
-        outputs = output_names(_seeded(deployed, inputs), len(inputs) > 1)
-        return save_onnx(program, deployed.policy, input_names(inputs), outputs, about, path), deployed
+        return save_onnx(program, deployed, inputs, about, path), deployed
     with warnings.catch_warnings():
         # A warning about constants that are views of each other.
         warnings.filterwarnings("ignore", "No complete tensor found in the group")
