@@ -207,10 +207,7 @@ class EarlyTermination:
 
     def __init__(self) -> None:
         self._process, self._received = os.getpid(), 0.0
-        self._trainer: Trainer | None = None
-
-    def watch(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self.trainer: Trainer | None = None
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -219,8 +216,8 @@ class EarlyTermination:
         if self._received:
             return
         self._received = now
-        if self._trainer is not None and self._trainer.strategy.launcher is not None:
-            self._trainer.strategy.launcher.kill(signum)
+        if self.trainer is not None and self.trainer.strategy.launcher is not None:
+            self.trainer.strategy.launcher.kill(signum)
         is_first = getattr(rank_zero_only, "rank", 0) == 0
         if is_first:
             _print(f"{signal.Signals(signum).name}: stopping; a second signal stops at once")

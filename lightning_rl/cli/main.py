@@ -166,7 +166,7 @@ class OnPolicyCLI(LightningCLI):
         super().instantiate_classes()
         self._set_num_threads()
         if isinstance(handler := signal.getsignal(signal.SIGTERM), EarlyTermination):
-            handler.watch(self.trainer)
+            handler.trainer = self.trainer
         if self._fits:
             self.model.check_run(self.trainer, self.datamodule.rollout_shape)
             self.model.check_data(self.datamodule)
