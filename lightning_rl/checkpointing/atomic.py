@@ -129,12 +129,14 @@ class LastCheckpoint(ModelCheckpoint):
 
     def save(self, trainer: Trainer) -> None:
         """Save now; call it between two rollouts, on all ranks."""
-        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            super().on_train_epoch_end(trainer, trainer.lightning_module)
-            self._saved_at = time.monotonic()
+        self.on_train_epoch_end(trainer, trainer.lightning_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        self._saved_at = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
         self._saved_at = time.monotonic()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401

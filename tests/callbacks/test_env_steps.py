@@ -23,6 +23,7 @@ from lightning_rl import (
     LastCheckpoint,
     PolicyExport,
 )
+from lightning_rl.checkpointing import atomic
 from lightning_rl.training.clock import planned_env_steps
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
@@ -312,6 +313,24 @@ def test_last_checkpoint_saves_within_an_epoch_when_its_interval_is_over(tmp_pat
     fit(EnvStepLimit(192), Listed(tmp_path, interval), enable_checkpointing=True, rollouts_per_epoch=3)
     assert saved == within_epochs  # 96 and 192 are saved after the validation, at the end of the epoch
     assert steps_of(tmp_path) == [192]
+
+
+def test_interval_of_last_checkpoint_begins_again_at_the_end_of_an_epoch(tmp_path, monkeypatch):
+    rollouts, saved = [], []
+    monkeypatch.setattr(atomic, "time", SimpleNamespace(monotonic=lambda: len(rollouts)))  # seconds
+
+    class Counted(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            rollouts.append(1)
+
+    class Listed(LastCheckpoint):
+        def save(self, trainer) -> None:
+            saved.append(len(rollouts))
+            super().save(trainer)
+
+    last = Listed(tmp_path, timedelta(seconds=2.5))
+    fit(Counted(), last, max_epochs=2, enable_checkpointing=True, rollouts_per_epoch=3)
+    assert saved == []
 
 
 def test_last_checkpoint_is_written_once_after_each_rollout(tmp_path):
