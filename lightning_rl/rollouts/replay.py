@@ -359,10 +359,7 @@ class RolloutMemory(Replay):
 
 
 ReplayPolicy = Literal["reservoir", "fifo"]
-_PER_STEP = (
-    *("observations", "actions", "rewards", "terminated", "truncated", "log_probs", "values"),
-    *("valid", "starts", "repeats", "weights"),
-)
+_NOT_BY_TIME = ("next_values", "final_indices", "final_observations", "infos")
 _OTHERS = ("final_steps", "final_observations", "burn_in")
 
 
@@ -470,9 +467,7 @@ def _size(fields: Fields) -> int:
 
 def _columns(rollout: Rollout, per_step: Fields) -> list[Fields]:
     """Return a copy of the unroll of each environment, with the final observations of its truncated steps."""
-    present = {name: getattr(rollout, name) for name in _PER_STEP if getattr(rollout, name) is not None}
-    if rollout.memory is not None:
-        present["memory"] = rollout.memory
+    present = {name: x for name, x in rollout.tensors().items() if name not in _NOT_BY_TIME}
     by_time = map_leaves(copy_to_memory, present | {"per_step": per_step})
     by_time.setdefault("valid", torch.ones(rollout.shape, dtype=torch.bool))
     steps, environments = rollout.final_indices.cpu().unbind(1)
