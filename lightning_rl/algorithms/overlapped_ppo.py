@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -13,9 +12,9 @@ from torch import Tensor
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.distributed import all_reduce
-from lightning_rl.nested import Nested, map_leaves
+from lightning_rl.nested import Nested
 from lightning_rl.policies.distributions import Distribution
-from lightning_rl.policies.values import in_chunks, values_reached, with_recomputed_values
+from lightning_rl.policies.values import log_probs_of, values_reached, with_recomputed_values
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.advantages import AdvantageEstimator
@@ -80,8 +79,7 @@ class OverlappedPPO(PPO):
     def reevaluated(self, rollout: Rollout) -> Rollout:
         """Return a copy with log-probabilities and values of the current policy, and its `log_rhos`, `[T, B]`."""
         if rollout.memory is None:
-            acted = map_leaves(itemgetter(slice(rollout.shape[0])), rollout.observations)
-            now = in_chunks(lambda pair: self.policy.log_prob(*pair), (acted, rollout.actions), lead=2)
+            now = log_probs_of(self.policy, rollout.observations, rollout.actions)
             result = with_recomputed_values(self.policy, rollout)
         else:
             steps = unroll(rollout)
