@@ -50,10 +50,15 @@ def num_choices(space: spaces.Space[Any]) -> list[int]:
     if isinstance(space, spaces.MultiDiscrete):
         return [int(n) for n in space.nvec.ravel()]
     assert isinstance(space, spaces.Box)
-    if np.issubdtype(space.dtype, np.floating):
+    if is_continuous(space):
         return [int(np.prod(space.shape))]
     # Python's integers, since the difference of two bounds may overflow 64 bits.
     return [int(high) - int(low) + 1 for low, high in zip(space.low.ravel(), space.high.ravel(), strict=True)]
+
+
+def is_continuous(space: spaces.Space[Any]) -> bool:
+    """Whether a leaf of an action space is a floating-point `Box`."""
+    return isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
 
 
 def has_choices(space: spaces.Space[Any]) -> bool:

@@ -11,6 +11,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+from lightning_rl.masks import is_continuous
 from lightning_rl.nested import Nested, map_leaves, map_paths, map_space, part_at, space_leaves, without
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.recurrent import MemoryOptions, reset_memory
@@ -120,7 +121,7 @@ def _leaf_to_environment(leaf: Any, action: Any) -> Any:  # noqa: ANN401 - any s
     if isinstance(leaf, spaces.Discrete):
         return (action + leaf.start if leaf.start else action).astype(leaf.dtype, copy=False)
     shaped = action.reshape(-1, *leaf.shape)
-    if _is_continuous(leaf):
+    if is_continuous(leaf):
         return np.clip(shaped, leaf.low, leaf.high).astype(leaf.dtype, copy=False)
     # The cast may wrap around; adding the first choice wraps back.
     return shaped.astype(leaf.dtype, copy=False) + _first_choice(leaf)
@@ -133,7 +134,7 @@ def from_environment(space: spaces.Space[Any], action: Nested) -> Nested:
 
 def _leaf_from_environment(leaf: Any, action: Any) -> Any:  # noqa: ANN401 - any space; arrays
     rows = np.asarray(action)
-    if not (_is_continuous(leaf) or isinstance(leaf, spaces.MultiBinary)):
+    if not (is_continuous(leaf) or isinstance(leaf, spaces.MultiBinary)):
         rows = rows.astype(np.int64) - np.asarray(_first_choice(leaf), np.int64)
     return rows.reshape(-1) if isinstance(leaf, spaces.Discrete) else rows.reshape(len(rows), -1)
 
@@ -143,7 +144,7 @@ def tensor_conversion(space: spaces.Space[Any], device: torch.device) -> Callabl
 
     def conversion(leaf: Any) -> Callable[[Tensor], Tensor]:  # noqa: ANN401 - any space
         dtype = torch.from_numpy(np.zeros(0, leaf.dtype)).dtype
-        if _is_continuous(leaf):
+        if is_continuous(leaf):
             low, high = (torch.from_numpy(bound).to(device) for bound in (leaf.low, leaf.high))
             return lambda x: x.to(device, dtype).reshape(-1, *leaf.shape).clamp(low, high)
         start = torch.as_tensor(_first_choice(leaf)).to(device)
@@ -151,10 +152,6 @@ def tensor_conversion(space: spaces.Space[Any], device: torch.device) -> Callabl
 
     conversions = map_space(conversion, space)
     return lambda action: map_leaves(lambda convert, x: convert(x), conversions, action)
-
-
-def _is_continuous(leaf: spaces.Space[Any]) -> bool:
-    return isinstance(leaf, spaces.Box) and np.issubdtype(leaf.dtype, np.floating)
 
 
 def _first_choice(leaf: Any) -> Any:  # noqa: ANN401 - a discrete space; a number or an array

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 from gymnasium import spaces
 from torch import nn
 
-from lightning_rl.masks import MAX_INTEGER_CHOICES, ActionMask, MaskLayout, num_choices
+from lightning_rl.masks import MAX_INTEGER_CHOICES, ActionMask, MaskLayout, is_continuous, num_choices
 from lightning_rl.nested import join, map_paths, part_at, replace_leaves, space_leaves
 from lightning_rl.options import types_of
 from lightning_rl.policies.distributions.base import Initialization
@@ -42,16 +41,12 @@ class _Kind(NamedTuple):
         return {name: hint for name, hint in types.items() if name not in given}
 
 
-def _is_continuous(space: spaces.Space[Any]) -> bool:
-    return isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
-
-
 def _is_bounded(space: spaces.Space[Any]) -> bool:
-    return _is_continuous(space) and space.is_bounded() and bool((space.low < space.high).all())  # type: ignore[attr-defined]
+    return is_continuous(space) and space.is_bounded() and bool((space.low < space.high).all())  # type: ignore[attr-defined]
 
 
 def _has_choices(space: spaces.Space[Any]) -> bool:
-    if isinstance(space, spaces.Box) and not _is_continuous(space):
+    if isinstance(space, spaces.Box) and not is_continuous(space):
         return max(num_choices(space)) <= MAX_INTEGER_CHOICES
     return isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
 
@@ -71,7 +66,7 @@ _COMBINED = (
     f"{MAX_COMBINATIONS} combinations",
 )
 _SWITCHES = (lambda space: isinstance(space, spaces.MultiBinary)), "MultiBinary"
-_CONTINUOUS = _is_continuous, "a floating-point Box"
+_CONTINUOUS = is_continuous, "a floating-point Box"
 _BOUNDED = _is_bounded, "a floating-point Box with finite bounds on every side, low below high"
 _TF_AGENTS_STD = {"std_transform": "softplus", "initial_std": 0.35, "initialization": "tf_agents"}
 KINDS: dict[str, _Kind] = {
