@@ -54,16 +54,13 @@ class Loss:
         self.first_log_ratios: Tensor | None = None
         self.limits: dict[str, float] = {}
         self.has_value = False
-        self._total: Tensor | None = None
 
     @property
     def total(self) -> Tensor:
         """The sum of all terms so far, a scalar to minimize; raises a `ValueError` if there is none."""
-        if self._total is None:  # not a cached_property: PyTorch's compiler cannot trace its lock
-            if not self.terms:
-                raise ValueError("the loss has no term: expected a call of loss.add or loss.add_value")
-            self._total = functools.reduce(operator.add, self.terms)
-        return self._total
+        if not self.terms:
+            raise ValueError("the loss has no term: expected a call of loss.add or loss.add_value")
+        return functools.reduce(operator.add, self.terms)
 
     def add(self, name: str, rows: Tensor, weight: Tensor | float = 1.0, batch: Batch | None = None) -> None:
         """Add the mean of `rows` `[N]` times `weight`; terms with the same name are added up.
@@ -146,7 +143,7 @@ class Loss:
     def add_penalty(self, name: str, value: Tensor) -> None:
         """Add a penalty on parameters, a scalar, whatever `part` is."""
         self._record(name, value)
-        self._append(value)
+        self.terms.append(value)
 
     def log_ratios(self, log_probs: Tensor) -> Tensor:
         """Return the log importance ratios `[N]`, and check the ratios of a rollout's first minibatch.
@@ -200,11 +197,7 @@ class Loss:
         for factor in (weight, self.scale):
             if isinstance(factor, Tensor) or factor != 1:  # skip a useless kernel
                 value = factor * value
-        self._append(value)
-
-    def _append(self, term: Tensor) -> None:
-        self.terms.append(term)
-        self._total = None  # `total` may have been read before
+        self.terms.append(value)
 
 
 def _value_rows(
