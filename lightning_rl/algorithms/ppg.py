@@ -276,17 +276,13 @@ class PPG(PPO):
         addresses, sequences = self.kept.cut() if has_memory or self.aux_sequences else (self.kept.steps(), None)
         steps = Batch({"addresses": addresses, **self.kept.gather(addresses, only="weights")}, sequences=sequences)
         items = order(steps.num_items).cpu()
-        parts = [steps.ordered(some) for some in items.tensor_split(self._num_stored_minibatches)]
+        count = self.num_aux_minibatches or self.kept.capacity * self.num_minibatches_of(self.kept.shape)
+        parts = [steps.ordered(some) for some in items.tensor_split(count)]
         set_global_weights(parts)
         for part in parts:
             fields = map_leaves(self.to_device, self.kept.gather(part.addresses))
             sequences = self._on_device(part.sequences) if has_memory and part.sequences is not None else None
             yield part.addresses, Batch(fields, part.weight, sequences)
-
-    @property
-    def _num_stored_minibatches(self) -> int:
-        assert self.kept.layout is not None
-        return self.num_aux_minibatches or self.kept.capacity * self.num_minibatches_of(self.kept.layout.shape)
 
     def _on_device(self, sequences: Sequences) -> Sequences:
         burn_in = observations = None
