@@ -38,20 +38,16 @@ def is_of_critic(name: str) -> bool:
     return name.startswith(("critic_", "value_"))
 
 
-def has_separate_critic(policy: nn.Module) -> bool:
-    """Whether actor and critic have separate encoders."""
-    return getattr(policy, "critic_encoder", None) is not None
-
-
 def parameters_of_other_half(policy: nn.Module, half: ActorOrCritic) -> list[nn.Parameter]:
     """Return the parameters that do not affect the loss of `half`."""
+    has_own_encoder = getattr(policy, "critic_encoder", None) is not None
     has_own_core = getattr(policy, "critic_core", None) is not None
     actors = ("action_head", "actor_core") if has_own_core else ("action_head",)
 
     def is_other(name: str) -> bool:
         if half == "actor":
             return is_of_critic(name)
-        return not is_of_critic(name) if has_separate_critic(policy) else name.startswith(actors)
+        return not is_of_critic(name) if has_own_encoder else name.startswith(actors)
 
     return [parameter for name, parameter in policy.named_parameters() if is_other(name)]
 
