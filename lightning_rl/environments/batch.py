@@ -237,21 +237,19 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
         for index, record in enumerate(self.call("recorded")):
             # The next step replaces a worker that was lost since the last one.
             lost = {"stream_seed": self.tracker.streams[index], "episode": int(self.tracker.episodes[index])}
-            records.append(lost if record is None else to_tensors(record, "environment"))
+            records.append(lost if record is None else record)
         return records
 
-    def restore(self, states: list[dict[str, Any]]) -> tuple[Array, Nested]:
+    def restore(self, records: list[dict[str, Any]]) -> tuple[Array, Nested]:
         """Restore environments from their records; return which are exact, `[B]`, and the observations, `[B, ...]`.
 
         Environments that are not exact have begun new episodes.
         """
-        records = [to_arrays(state) for state in states]
         self.tracker.streams = [record["stream_seed"] for record in records]
         answers = self.call_each("restore", [(record,) for record in records])
         # None comes from a worker that was lost during the replay.
         results = [(False, self.replace(i)[0]) if answer is None else answer for i, answer in enumerate(answers)]
         exact, rows = zip(*results, strict=True)
-        self.tracker.start(~np.array(exact))
         # Environments may return keys in any order, and lists instead of tuples.
         like = nested_paths(self.single_observation_space)
         return np.array(exact), map_leaves(lambda _, *parts: np.stack(parts), like, *rows)
@@ -519,9 +517,7 @@ class EnvironmentBatch:
         if self._kind_of_state is None:
             return None
         with self._named("recorded"):
-            environments = self._base.recorded()
-            if self._kind_of_state == "arrays":
-                environments = to_tensors(environments, "environment")
+            environments = to_tensors(self._base.recorded(), "environment")
         resets_next = np.zeros(self.num_envs, bool) if self._resets_next is None else self._resets_next.copy()
         return {
             "kind": self._kind_of_state,
@@ -543,11 +539,8 @@ class EnvironmentBatch:
         resets_next = state["resets_next"].numpy().copy()
         self._resets_next = resets_next if resets_next.any() else None
         with self._named("restore"):
-            if self._kind_of_state == "episodes":
-                exact, observations = self._base.restore(state["environments"])
-            else:
-                exact, observations = self._base.restore(to_arrays(state["environments"]))
-                self._tracker.start(~exact)
+            exact, observations = self._base.restore(to_arrays(state["environments"]))
+            self._tracker.start(~exact)
             infos = getattr(self._base, "restored_infos", {})
             for wrapper, kept in zip(self._histories, state["wrappers"], strict=True):
                 observations = wrapper.load_state_dict(kept, exact, observations, infos)
