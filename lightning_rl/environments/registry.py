@@ -26,17 +26,11 @@ _EXTRA_BY_PREFIX = {
 }
 _PARALLEL = "PettingZoo/"
 _ATARI_SUFFIXES = ("NoFrameskip-v4", "NoFrameskip-v0")
-_ROBOTICS = ("gymnasium_robotics", "shimmy")
 _PACKAGE_BY_PREFIX = {
     **dict.fromkeys(("Fetch", "Hand", "Adroit", "PointMaze", "AntMaze", "Franka"), "gymnasium_robotics"),
     "dm_control/": "shimmy",
 }
-_EXTRA_BY_ENTRY_POINT = {
-    "gymnasium.envs.mujoco": "mujoco",
-    "gymnasium.envs.box2d": "box2d",
-    "ale_py": "atari",
-    "minigrid": "minigrid",
-}
+_EXTRA_BY_ENTRY_POINT = {"gymnasium.envs.mujoco": "mujoco", "gymnasium.envs.box2d": "box2d", **_PLUGINS}
 
 
 def find_spec(env_id: str) -> EnvSpec:
@@ -88,7 +82,7 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 def _import(module: str, field: str) -> None:
-    if module in _ROBOTICS:
+    if module in _PACKAGE_BY_PREFIX.values():
         check_installed(field, "robotics", module)
     try:
         importlib.import_module(module)
