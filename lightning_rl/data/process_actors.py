@@ -140,7 +140,6 @@ class ProcessActors(Actors):
         self._since = [time.monotonic()] * options.count  # the start or the latest result of each actor
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._turns = list(range(options.count))  # actors, the least recently served first
         # Settings in the requests of each actor that it has not answered, the oldest first.
         self._requested: list[deque[EnvSettings]] = [deque() for _ in range(options.count)]
         with signals_waiting(), none_left_on_failure():
@@ -180,9 +179,10 @@ class ProcessActors(Actors):
     def receive(self) -> Rollout | None:
         self._check_actors()
         ready = wait([*self._pipes, *(process.sentinel for process in self._processes)], POLL_SECONDS)
-        actor = next((actor for actor in self._turns if self._pipes[actor] in ready), None)
-        if actor is None:
+        answered = [actor for actor, pipe in enumerate(self._pipes) if pipe in ready]
+        if not answered:
             return None
+        actor = min(answered, key=lambda actor: self._since[actor])
         try:
             received: Rollout | Failure = self._pipes[actor].recv()
         except Exception:
@@ -191,8 +191,6 @@ class ProcessActors(Actors):
             raise
         rollout = unpack(received, actor)
         rollout.has_old_settings = self._requested[actor].popleft() is not self.setup.sampler.settings
-        self._turns.remove(actor)
-        self._turns.append(actor)
         self._since[actor] = time.monotonic()
         self._request(actor)
         return rollout
