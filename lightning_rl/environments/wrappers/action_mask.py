@@ -217,9 +217,6 @@ class ReadMasks(gymnasium.Wrapper[Any, Any, Any, Any]):
             info = self._with_masks(observation, info)
         return observation, reward, terminated, truncated, info
 
-    def last_masks(self) -> Nested:
-        return self.masks
-
     def _find(self, info: dict[str, Any]) -> Any:  # noqa: ANN401
         name = self._source.name
         return info[name] if self._source.kind == "info" else self.env.get_wrapper_attr(name)()
@@ -298,7 +295,7 @@ class MaskedActions(VectorHistory):
         if self._are_read and MASKS not in infos:  # a resumed run has begun new episodes
             everything = source.everything()  # for lost workers
             pool: Any = self.env.unwrapped
-            return map_stacked(np.stack, [everything if x is None else x for x in pool.call("last_masks")])
+            return map_stacked(np.stack, [everything if x is None else x for x in pool.call("masks")])
         name = MASKS if self._are_read else source.name
         if source.kind == "method" and not self._are_read:
             return _called(self.env, name)
