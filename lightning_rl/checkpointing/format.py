@@ -71,7 +71,7 @@ def run_state(module: Any) -> dict[str, Any]:  # noqa: ANN401 - an algorithm
         "version": __version__,
         "algorithm": type(module).__name__,
         "options": dict(module.options),
-        "precision": None if module._trainer is None else str(module._trainer.precision),
+        "precision": _precision(module),
         "planned_env_steps": clock.planned_env_steps,
         "env_steps": clock.env_steps,
         "env_steps_before_epochs": clock.env_steps_before_epochs,
@@ -81,6 +81,13 @@ def run_state(module: Any) -> dict[str, Any]:  # noqa: ANN401 - an algorithm
         "skipped_updates": module.skipped_updates,
         "ranks": gather_on_rank_zero(of_this_rank),
     }
+
+
+def _precision(module: Any) -> str | None:  # noqa: ANN401
+    try:
+        return str(module.trainer.precision)
+    except RuntimeError:  # no Trainer
+        return None
 
 
 def _random_state() -> dict[str, Any]:
