@@ -338,7 +338,8 @@ def test_actions_taken_ahead_are_stored_even_if_the_network_mixes_rows(acts_ahea
 @pytest.mark.parametrize("index", [0, 3])
 def test_failure_in_a_step_ahead_names_environment_and_step(acts_ahead, index, how, what):
     seed = derive_seed(seeds_of(4)[index], 1)
-    options = {"how": how, "at": 3, "episode_seed": seed, "lengths": (5,), "env": {"step_timeout": 1.0}}
+    env = {"step_timeout": 1.0 if how == "hang" else 20.0}
+    options = {"how": how, "at": 3, "episode_seed": seed, "lengths": (5,), "env": env}
     environments = make_batch("Probe/Failing-v0", 4, backend="async", **options)
     workers = environments.env.processes
     with pytest.raises(EnvironmentFailure) as caught:

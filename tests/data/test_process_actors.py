@@ -279,11 +279,12 @@ def usual_handlers():
         signal.signal(signum, handler)
 
 
-def interrupted_after(seconds, signum, fit):
+def interrupted_after(seconds, signum, fit, ready=None):
     """Return the exit status of a fit that gets a signal after some seconds, and the seconds until it ended."""
     sent = []
 
     def send():
+        assert ready is None or ready.wait(60)
         sent.append(time.monotonic())
         os.kill(os.getpid(), signum)
 
@@ -296,16 +297,19 @@ def interrupted_after(seconds, signum, fit):
 
 
 def test_a_signal_is_honored_within_five_seconds_while_all_actors_are_stopped(usual_handlers, tmp_path):
+    stopped = threading.Event()
+
     class Stop(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if pl_module.policy_version == 2:
                 for process in data._source._processes:
                     os.kill(process.pid, signal.SIGSTOP)
+                stopped.set()
 
     data = make_actors(actors={"count": 2}, rollouts_per_epoch=1000)
     model = make(data)
     trainer = make_trainer(callbacks=[Stop(), LastCheckpoint(tmp_path)], enable_checkpointing=True)
-    status, seconds = interrupted_after(1.5, signal.SIGTERM, lambda: trainer.fit(model, data))
+    status, seconds = interrupted_after(1.5, signal.SIGTERM, lambda: trainer.fit(model, data), stopped)
     assert status == 128 + signal.SIGTERM and seconds < 5
     # A checkpoint was saved, and a run resumes from it.
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
@@ -429,10 +433,14 @@ def test_actor_collects_ahead_while_the_learner_is_busy():
     """Rollouts larger than the buffer of a pipe do not block the next ones."""
     data = make_actors(actors={"prefetch": 3}, rollout_length=250, num_envs=16, rollouts_per_epoch=4)
 
+    def seconds_of(process):
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+
     class SlowOnce(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if batch_idx == 0:
-                time.sleep(2)
+            (actor,), seconds = multiprocessing.active_children(), None
+            while batch_idx == 0 and seconds != (seconds := seconds_of(actor)):  # until it has nothing to do
+                time.sleep(1)
 
     seen = Versions()
     make_trainer(callbacks=[SlowOnce(), seen]).fit(make(data), data)

@@ -43,8 +43,9 @@ SEED = derive_seed(seeds_of(4)[INDEX], EPISODE)
 """The environments below fail in this episode, after an episode of 5 steps."""
 
 
-def failing(how, at=3, backend="sync", step_timeout=1.0, **options):
-    env = {"step_timeout": step_timeout if backend == "async" else None}
+def failing(how, at=3, backend="sync", step_timeout=None, **options):
+    timeout = step_timeout or (1.0 if how == "hang" else 20.0)  # on a busy machine a step may take a second
+    env = {"step_timeout": timeout if backend == "async" else None}
     options |= {"how": how, "at": at, "episode_seed": SEED, "lengths": (5,)}
     return make_batch("Probe/Failing-v0", 4, backend=backend, env=env, **options)
 
@@ -460,7 +461,7 @@ def test_unpicklable_info_of_a_worker_is_named():
 def test_failure_in_evaluation_is_named(backend, how):
     seed = derive_seed(derive_seed(0, EVALUATION, 0, 1), 0)
     kwargs = {"how": how, "at": 2, "episode_seed": seed}
-    env = {"kwargs": kwargs, "step_timeout": 1.0 if backend == "async" else None}
+    env = {"kwargs": kwargs, "step_timeout": (1.0 if how == "hang" else 20.0) if backend == "async" else None}
     data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, backend=backend, env=env, evaluation={"episodes": 2}, seed=0)
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
     with pytest.raises(

@@ -57,7 +57,7 @@ class MadeOnce(gymnasium.Wrapper):
 @pytest.fixture
 def failing(request):
     def make(how, at=3, episode_seed=SEED, num_envs=4, backend="sync", wrappers=None):
-        timeout = 1.0 if backend == "async" else None
+        timeout = (1.0 if how == "hang" else 20.0) if backend == "async" else None
         env = {"wrappers": wrappers, "step_timeout": timeout, "on_failure": "restart"}
         options = {"how": how, "at": at, "episode_seed": episode_seed, "lengths": (5,)}
         environments = make_batch("Probe/Failing-v0", num_envs, backend=backend, env=env, **options)
