@@ -1,4 +1,4 @@
-"""Behaviour cloning (Pomerleau 1989): a policy that imitates recorded actions."""
+"""Behavior cloning (Pomerleau 1989): a policy that imitates recorded actions."""
 
 from __future__ import annotations
 
