@@ -152,9 +152,9 @@ class RolloutMetrics(LogWindow):
         where = f" for {', '.join(map(repr, parts))}" if parts else ""
         rank_zero_warn(
             f"{share:.0%} of the action components in rollout {number} lie outside the bounds of the space, and the "
-            "environment clips them, so that different actions have the same effect: lower initial_log_std, or set "
-            f"policy.action_distribution to 'squashed_gaussian' or 'beta'{where}, which need finite bounds. "
-            "The share is logged as action_saturation"
+            "environment clips them, so that different actions have the same effect: set policy.action_distribution to "
+            f"'squashed_gaussian' or 'beta'{where}, which need finite bounds, or, if 0 is between the bounds, lower "
+            "policy.initial_log_std. The share is logged as action_saturation"
         )
 
     def show_unlogged(self, trainer: Trainer) -> None:
