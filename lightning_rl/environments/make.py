@@ -74,11 +74,11 @@ def make_environments(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) ->
     """
     environments = _make(spec, num_envs, seeds)
     rows = environments.num_envs
-    if rows != num_envs and (num_envs > 1 or rows != environments.num_agents):
+    fits = rows == num_envs or (num_envs == 1 and rows == environments.num_agents)
+    if not fits:
         environments.close()
-        expected = f"{rows}, since the vector_entry_point of {spec.env_id} made {rows} environments"
-        name = "evaluation.num_envs" if spec.evaluation else "num_envs"
-        raise ConfigurationError(f"{name}={num_envs} is not valid: expected {expected}")
+    expected = f"{rows}, since the vector_entry_point of {spec.env_id} made {rows} environments"
+    check(fits, "evaluation.num_envs" if spec.evaluation else "num_envs", num_envs, expected)
     return environments
 
 
