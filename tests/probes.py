@@ -366,6 +366,13 @@ class Greedy:
         return self.policy.act(observations, generator, deterministic=True)
 
 
+def step_timeout(how: str, backend: str = "async") -> float | None:
+    """Return a time limit for `Probe/Failing-v0`: short if it hangs; on a busy machine a step may take a second."""
+    if backend != "async":
+        return None
+    return 1.0 if how == "hang" else 20.0
+
+
 def make_batch(
     env_id: str,
     num_envs: int = 1,

@@ -13,7 +13,7 @@ from lightning_rl.policies import values
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.validation import ConfigurationError
-from tests.probes import Told, collect, make_batch, make_collector, seeds_of
+from tests.probes import Told, collect, make_batch, make_collector, seeds_of, step_timeout
 
 IMAGES = spaces.Box(0, 255, (9, 9, 3), np.uint8)
 
@@ -338,8 +338,7 @@ def test_actions_taken_ahead_are_stored_even_if_the_network_mixes_rows(acts_ahea
 @pytest.mark.parametrize("index", [0, 3])
 def test_failure_in_a_step_ahead_names_environment_and_step(acts_ahead, index, how, what):
     seed = derive_seed(seeds_of(4)[index], 1)
-    env = {"step_timeout": 1.0 if how == "hang" else 20.0}
-    options = {"how": how, "at": 3, "episode_seed": seed, "lengths": (5,), "env": env}
+    options = {"how": how, "at": 3, "episode_seed": seed, "lengths": (5,), "env": {"step_timeout": step_timeout(how)}}
     environments = make_batch("Probe/Failing-v0", 4, backend="async", **options)
     workers = environments.env.processes
     with pytest.raises(EnvironmentFailure) as caught:

@@ -23,7 +23,7 @@ from lightning_rl.environments.workers import send
 from lightning_rl.validation import ConfigurationError
 from tests import torch_environments
 from tests.helpers import assert_equal_parameters, make_trainer, parameters_of
-from tests.probes import Told, make_batch, make_collector, seeds_of
+from tests.probes import Told, make_batch, make_collector, seeds_of, step_timeout
 from tests.programs import Program
 
 
@@ -43,9 +43,8 @@ SEED = derive_seed(seeds_of(4)[INDEX], EPISODE)
 """The environments below fail in this episode, after an episode of 5 steps."""
 
 
-def failing(how, at=3, backend="sync", step_timeout=None, **options):
-    timeout = step_timeout or (1.0 if how == "hang" else 20.0)  # on a busy machine a step may take a second
-    env = {"step_timeout": timeout if backend == "async" else None}
+def failing(how, at=3, backend="sync", timeout=None, **options):
+    env = {"step_timeout": timeout or step_timeout(how, backend)}
     options |= {"how": how, "at": at, "episode_seed": SEED, "lengths": (5,)}
     return make_batch("Probe/Failing-v0", 4, backend=backend, env=env, **options)
 
@@ -357,7 +356,7 @@ def test_worker_killed_from_outside_between_two_steps_is_named():
 
 def test_close_ends_workers_even_if_one_hangs(monkeypatch):
     monkeypatch.setattr("lightning_rl.environments.workers._GRACE", 0.3)
-    environments = failing("hang", backend="async", step_timeout=100.0)
+    environments = failing("hang", backend="async", timeout=100.0)
     workers = [process.pid for process in environments.env.processes]
     environments.reset()
     for _ in range(7):
@@ -375,7 +374,7 @@ def test_workers_do_not_outlive_a_parent_that_is_killed():
     script = (
         "import numpy as np\n"
         "from tests.environments.test_failures import failing\n"
-        "environments = failing('hang', backend='async', step_timeout=1000.0)\n"
+        "environments = failing('hang', backend='async', timeout=1000.0)\n"
         "environments.reset()\n"
         "print(*(process.pid for process in environments.env.processes), flush=True)\n"
         "while True:\n"
@@ -461,7 +460,7 @@ def test_unpicklable_info_of_a_worker_is_named():
 def test_failure_in_evaluation_is_named(backend, how):
     seed = derive_seed(derive_seed(0, EVALUATION, 0, 1), 0)
     kwargs = {"how": how, "at": 2, "episode_seed": seed}
-    env = {"kwargs": kwargs, "step_timeout": (1.0 if how == "hang" else 20.0) if backend == "async" else None}
+    env = {"kwargs": kwargs, "step_timeout": step_timeout(how, backend)}
     data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, backend=backend, env=env, evaluation={"episodes": 2}, seed=0)
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
     with pytest.raises(

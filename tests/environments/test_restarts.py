@@ -17,7 +17,7 @@ from lightning_rl.functional import gae
 from lightning_rl.training.normalizers import RewardNormalizer
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import MemoryLogger, make_trainer
-from tests.probes import Told, make_batch, make_collector, seeds_of
+from tests.probes import Told, make_batch, make_collector, seeds_of, step_timeout
 
 INDEX, EPISODE = 2, 1
 SEED = derive_seed(seeds_of(4)[INDEX], EPISODE)
@@ -57,8 +57,7 @@ class MadeOnce(gymnasium.Wrapper):
 @pytest.fixture
 def failing(request):
     def make(how, at=3, episode_seed=SEED, num_envs=4, backend="sync", wrappers=None):
-        timeout = (1.0 if how == "hang" else 20.0) if backend == "async" else None
-        env = {"wrappers": wrappers, "step_timeout": timeout, "on_failure": "restart"}
+        env = {"wrappers": wrappers, "step_timeout": step_timeout(how, backend), "on_failure": "restart"}
         options = {"how": how, "at": at, "episode_seed": episode_seed, "lengths": (5,)}
         environments = make_batch("Probe/Failing-v0", num_envs, backend=backend, env=env, **options)
         request.addfinalizer(environments.close)
