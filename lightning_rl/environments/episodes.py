@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import reprlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -93,11 +92,11 @@ def fit(space: spaces.Space[Any], paths: Nested, leaf_spaces: Nested, observatio
 
 MAX_LOGGED_ACTIONS = 1_000_000
 """A longer episode cannot be replayed: its actions would fill the memory, and the replay would take minutes."""
+_BLOCK = 1000
+"""Logged actions are stacked in blocks: a million arrays would take 200 MB, and a second in each checkpoint."""
 _STATELESS = (OrderEnforcing, PassiveEnvChecker, ReadMasks)
 _NUMBERS = frozenset((int, np.int64, np.int32))
 _FLAGS = frozenset((bool, np.bool_))
-_RESET = None
-"""Entry of the log of actions: a reset that continued the same game after a lost life."""
 
 
 def _wrappers(env: gymnasium.Env[Any, Any]) -> Iterator[gymnasium.Wrapper[Any, Any, Any, Any]]:
@@ -174,7 +173,8 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._bounds_checked = True
             map_leaves(self._warn_outside, self._paths, self._leaf_spaces, observation)
         if self.first_options is not None and self.env.get_wrapper_attr("continued_game"):
-            self._log.append(_RESET)
+            self._resets.append(self._num_logged)
+            self._num_logged += 1
         else:
             self._begin_log()
         return observation, info
@@ -200,27 +200,30 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         except BaseException as error:
             self._raise_named("step", error)
         self._log.append(logged)
+        self._num_logged += 1
+        if len(self._log) == _BLOCK:
+            self._stack_log()
         self._reward_sum += reward
         if terminated or truncated:
             # The next reset must not overwrite the final observation of an environment that reuses its array.
             observation = observation.copy() if isinstance(observation, np.ndarray) else copy.deepcopy(observation)
-            self._ends.append([len(self._log), bool(terminated), bool(truncated)])
+            self._ends.append([self._num_logged, bool(terminated), bool(truncated)])
         self._observation = observation
         return observation, reward, terminated, truncated, info
 
     def recorded(self) -> dict[str, Any]:
         """Return the state of the episode for `restore`, as arrays and plain values."""
         own: Any = self.env.unwrapped
-        if len(self._log) == self._log.maxlen and not self._has_own_state:  # the first actions may be lost
+        if self._num_logged >= MAX_LOGGED_ACTIONS and not self._has_own_state:  # the first actions may be lost
             return {"stream_seed": self.stream_seed, "episode": self.episode}
-        actions = [action for action in self._log if action is not _RESET]
+        blocks = [*self._blocks, *([map_stacked(np.array, self._log)] if self._log else [])]
         return {
             "stream_seed": self.stream_seed,
             "first_episode": self._first_episode,
             "episode": self.episode,
             "step_count": self.step_count,
-            "resets": [place for place, action in enumerate(self._log) if action is _RESET],
-            "actions": map_stacked(np.stack, actions) if actions else np.zeros(0),
+            "resets": [*self._resets],
+            "actions": map_stacked(np.concatenate, blocks) if blocks else np.zeros(0),
             "observation": map_leaves(lambda _, x: np.array(x), self._paths, self._observation),
             "settings": self._begun_with,
             "reward_sum": self._reward_sum,
@@ -286,10 +289,20 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         return all(leaves(same)) and self._reward_sum == record["reward_sum"] and self._ends == record["ends"]
 
     def _begin_log(self) -> None:
-        self._log: deque[Any] = deque(maxlen=MAX_LOGGED_ACTIONS)
+        self._log: list[Any] = []  # the actions after those in `_blocks`
+        self._blocks: list[Nested] = []
+        self._resets: list[int] = []  # places among the actions of resets that continued a game after a lost life
+        self._num_logged = 0  # actions and such resets
         self._first_episode, self._begun_with = self.episode, self._settings
         self._reward_sum = 0.0
         self._ends: list[list[Any]] = []  # of lives: length of the log, terminated, truncated
+
+    def _stack_log(self) -> None:
+        if self._num_logged < MAX_LOGGED_ACTIONS:
+            self._blocks.append(map_stacked(np.array, self._log))
+        else:
+            self._blocks = []
+        self._log = []
 
     def _fit(self, observation: Any) -> Nested:  # noqa: ANN401
         observation = fit(self.env.observation_space, self._paths, self._leaf_spaces, observation)

@@ -1,6 +1,7 @@
 """Records of episodes, and replays that detect differences."""
 
 import enum
+import tracemalloc
 from unittest import mock
 
 import gymnasium
@@ -14,7 +15,7 @@ from gymnasium.wrappers import FrameStackObservation, OrderEnforcing, TimeLimit
 from lightning_rl.environments import episodes, workers
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.validation import ConfigurationError
-from tests.probes import Counter, Random, Told, make_batch, make_collector
+from tests.probes import Counter, Echo, Random, Told, make_batch, make_collector
 
 
 class Drifting(gymnasium.Wrapper):
@@ -135,6 +136,24 @@ def test_log_of_actions_is_bounded(monkeypatch):
     np.testing.assert_array_equal(again.step(0)[0], env.recorded()["observation"])
     assert not np.array_equal(observation, env.recorded()["observation"])
     assert env.recorded()["actions"].tolist() == [0]
+
+
+def test_logged_actions_take_little_memory_and_none_once_the_episode_is_too_long(monkeypatch):
+    monkeypatch.setattr(episodes, "MAX_LOGGED_ACTIONS", 6000)
+    env = SeededEpisodes(Echo())
+    env.reset(seed=7)
+    tracemalloc.start()
+    try:
+        for step in range(5500):
+            env.step(np.full(2, step, np.float32))
+        assert tracemalloc.get_traced_memory()[0] < 5500 * 8 + 120_000  # the numbers, and single arrays at the end
+        assert env.recorded()["actions"].tolist() == [[step] * 2 for step in range(5500)]
+        for step in range(5500, 7000):
+            env.step(np.full(2, step, np.float32))
+        assert tracemalloc.get_traced_memory()[0] < 20_000
+    finally:
+        tracemalloc.stop()
+    assert env.recorded() == {"stream_seed": 7, "episode": 0}
 
 
 def test_environment_with_own_state_is_restored_without_a_log(monkeypatch):
