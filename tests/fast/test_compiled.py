@@ -290,6 +290,17 @@ def test_loss_that_cannot_be_compiled_falls_back_to_autograd_and_logs_the_reason
     assert_alike(model, learn(rollouts=range(1), fast_paths="none"))
 
 
+def test_log_names_the_cause_of_an_error_that_the_compiler_wraps(uncompiled, monkeypatch, caplog):
+    def fail(*args: Any) -> None:
+        raise TypeError("data-dependent number of classes\nFor more information")
+
+    monkeypatch.setattr(fast.programs, "Graph", fail)
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+        learn(rollouts=range(1))
+    (line,) = lines(caplog, "cannot be compiled")
+    assert line.endswith(": TypeError: data-dependent number of classes")
+
+
 def test_program_that_cannot_be_compiled_falls_back_to_autograd(monkeypatch, caplog):
     def fail(*args: Any) -> None:
         raise RuntimeError("no memory left")
