@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -102,6 +103,24 @@ def test_reinforce_has_at_most_forty_lines_of_code():
     lines = [line.strip() for n, line in enumerate(text.splitlines(), 1) if n not in omitted]
     code = [line for line in lines if line and not line.startswith("#")]
     assert 30 < len(code) <= 40
+
+
+def test_trpo_learns_to_balance_the_pole_within_its_trust_region(in_tmp_path, monkeypatch):
+    """No step exceeds the limit, and at least one in three improves the policy."""
+    module, divergences = example("trpo"), []
+    improve = module.TRPO.improve
+
+    def observed(model: Any, batch: Any) -> None:
+        with torch.no_grad():
+            old, _ = model.actor_critic(batch)
+        improve(model, batch)
+        with torch.no_grad():
+            divergences.append(float(old.kl(model.actor_critic(batch)[0]).mean()))
+
+    monkeypatch.setattr(module.TRPO, "improve", observed)
+    assert module.main() > 450
+    assert -1e-6 < min(divergences) <= max(divergences) <= 0.01 + 1e-6
+    assert sum(x > 1e-4 for x in divergences) > len(divergences) / 3
 
 
 # Whatever imports PyTorch, or this package, fails.
