@@ -215,6 +215,19 @@ def test_own_network_environment_and_algorithm_work_as_described():
     assert cli.trainer.callback_metrics["val/episode_length"] == 5
 
 
+def test_own_recurrent_policy_learns_from_the_distributions_that_acted():
+    write_own_package()
+    data = make_data("CartPole-v1", num_envs=3, rollout_length=64)
+    model = importlib.import_module("my_package").RecurrentPPO(data.observation_space, data.action_space)
+    before, errors = parameters_of(model), []
+    model.after_update = lambda means: errors.append(means["first_ratio_error"])
+    trainer = make_trainer(max_epochs=3)
+    trainer.fit(model, data)
+    assert len(errors) == 6 and max(errors) < 1e-5
+    assert all((parameter != before[name]).any() for name, parameter in model.policy.named_parameters("policy"))
+    assert make_trainer(limit_val_batches=1.0).validate(model, data)[0]["val/episodes"] == 2
+
+
 def test_own_algorithm_takes_the_steps_of_a2c_which_has_the_same_loss():
     write_own_package()
     own, ends = importlib.import_module("my_package").Reinforce, []
