@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import logsigmoid, softplus
 
 from lightning_rl.policies.distributions.base import Distribution, Initialization, projection
 from lightning_rl.policies.networks.mlp import at_least_float32
@@ -167,7 +167,7 @@ class SquashedGaussian(DiagonalGaussian):
 
 def _log_tanh_slope(u: Tensor) -> Tensor:
     """Return log(1 - tanh² u), without the cancellation near the bounds."""
-    return 2 * (math.log(2) - u - softplus(-2 * u))
+    return 2 * (math.log(2) - u + logsigmoid(2 * u))
 
 
 @functools.lru_cache
@@ -206,7 +206,7 @@ class Beta(Distribution):
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Return the log-density of the bounded action to which `action` (z, shape `[..., a]`) maps."""
-        log_x, log_rest = -softplus(-action), -softplus(action)
+        log_x, log_rest = logsigmoid(action), logsigmoid(-action)
         per_dimension = (self.alpha - 1) * log_x + (self.beta - 1) * log_rest - _log_beta(self.alpha, self.beta)
         return _present(per_dimension - self._log_width, self.mask).sum(-1)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
-from torch.nn.functional import pad, softplus
+from torch.nn.functional import logsigmoid, pad
 
 from lightning_rl.masks import num_choices
 from lightning_rl.policies.distributions.base import Distribution, Initialization, projection
@@ -105,14 +105,14 @@ class Bernoulli(_OfLogits):
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Return the log-probability of `action` (0 or 1, shape `[..., k]`), summed over switches."""
-        return -softplus((1 - 2 * action.to(self.logits.dtype)) * self.logits).sum(-1)
+        return logsigmoid((2 * action.to(self.logits.dtype) - 1) * self.logits).sum(-1)
 
     def entropy(self) -> Tensor:
-        return (softplus(self.logits) - self.logits * self.logits.sigmoid()).sum(-1)
+        return -(logsigmoid(-self.logits) + self.logits * self.logits.sigmoid()).sum(-1)
 
     def kl(self, other: Self) -> Tensor:
         p, q = self.logits, other.logits
-        return (p.sigmoid() * (p - q) + softplus(q) - softplus(p)).sum(-1)
+        return (p.sigmoid() * (p - q) + logsigmoid(-p) - logsigmoid(-q)).sum(-1)
 
 
 def _masked(logits: Tensor, mask: Tensor | None) -> Tensor:

@@ -51,6 +51,14 @@ def test_density_is_in_units_of_the_bounded_action(pair):
     assert ours.log_prob(own).shape == ours.entropy().shape == (4, 2)
 
 
+@pytest.mark.parametrize("distribution", [SquashedGaussian, Beta])
+def test_densities_of_mirrored_actions_are_equal_to_the_last_digit_near_the_bounds(distribution):
+    first = torch.zeros(1) if distribution is SquashedGaussian else 2 * torch.ones(1)
+    mirrored = distribution(first.double(), first.double(), ONE)
+    actions = torch.tensor([[10.5], [12.0], [22.0]]).double()
+    torch.testing.assert_close(mirrored.log_prob(actions), mirrored.log_prob(-actions), rtol=0, atol=1e-13)
+
+
 def one_dimensional(kind: str, first: float, second: float) -> Distribution:
     x, y = torch.tensor([first]).double(), torch.tensor([second]).double()
     return SquashedGaussian(x, y.log(), ONE) if kind == "squashed" else Beta(x, y, ONE)

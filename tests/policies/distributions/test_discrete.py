@@ -10,7 +10,13 @@ from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Independent, Normal
 
 from lightning_rl import ActorCritic
-from lightning_rl.policies.distributions import Categorical, DiagonalGaussian, Distribution, make_action_head
+from lightning_rl.policies.distributions import (
+    Bernoulli,
+    Categorical,
+    DiagonalGaussian,
+    Distribution,
+    make_action_head,
+)
 from lightning_rl.validation import ConfigurationError
 from tests.policies.distributions.checks import EXACT, assert_equal_to_torch, assert_samples_repeat, generator, randn
 
@@ -178,3 +184,15 @@ def test_initial_policies_are_nearly_uniform_with_the_initial_std():
 def test_initial_log_std_out_of_range_raises():
     with pytest.raises(ConfigurationError, match=r"initial_log_std=nan .* expected a number at least -20"):
         ActorCritic(spaces.Discrete(2), spaces.Box(-1, 1, (1,)), initial_log_std=math.nan)
+
+
+@pytest.mark.parametrize("logit", [5.0, 21.0, 30.0, -25.0])
+def test_switches_that_are_almost_certain_are_exact_to_the_last_digit(logit):
+    certain, even = Bernoulli(torch.tensor([logit]).double()), Bernoulli(torch.zeros(1).double())
+    rest = math.exp(-abs(logit))  # odds of the other choice
+    likely = torch.tensor([logit > 0])
+    assert float(certain.log_prob(likely)) == pytest.approx(-math.log1p(rest), rel=1e-15)
+    assert float(certain.log_prob(~likely)) == pytest.approx(-abs(logit) - math.log1p(rest), rel=1e-15)
+    entropy = math.log1p(rest) + abs(logit) * rest / (1 + rest)
+    assert float(certain.entropy()) == pytest.approx(entropy, abs=1e-14)
+    assert float(certain.kl(even)) == pytest.approx(math.log(2) - entropy, abs=1e-14)
