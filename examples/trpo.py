@@ -14,6 +14,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from lightning_rl import Batch, EnvStepLimit, OnPolicyAlgorithm, Rollout, RolloutDataModule
 from lightning_rl.distributed import average
 from lightning_rl.training.loss import Loss
+from lightning_rl.training.parameter_groups import parameters_of_policy
 
 
 class TRPO(OnPolicyAlgorithm):
@@ -21,8 +22,7 @@ class TRPO(OnPolicyAlgorithm):
 
     def __init__(self, *args: Any, max_kl: float = 0.01, **kwargs: Any) -> None:  # noqa: ANN401 - options of the base class
         super().__init__(*args, **kwargs)
-        self.max_kl = max_kl
-        self.actor = [x for name, x in self.policy.named_parameters() if not name.startswith(("critic_", "value_"))]
+        self.max_kl, self.actor = max_kl, parameters_of_policy(self.policy)
 
     def update(self, rollout: Rollout) -> None:
         self.improve(batch := self.batch(rollout))
@@ -55,12 +55,12 @@ class TRPO(OnPolicyAlgorithm):
             x, before, residual = x + rate * direction, residual, residual - rate * product
             direction = residual + residual @ residual / (before @ before).clamp(min=1e-12) * direction
         step = x * (2 * self.max_kl / (x @ downhill).clamp(min=1e-12)).sqrt()
-        start = parameters_to_vector(self.actor)
         with torch.no_grad():
+            start, old_loss = parameters_to_vector(self.actor), average(loss)
             for scale in [*(0.8**i for i in range(10)), 0.0]:  # 0 restores the parameters
                 vector_to_parameters(start + scale * step, self.actor)
                 new_loss, new_kl = average(torch.stack(surrogate_and_kl()))
-                if new_loss < average(loss) and new_kl <= self.max_kl:
+                if new_loss < old_loss and new_kl <= self.max_kl:
                     break
         self.steps.observe(policy_loss=new_loss, kl=new_kl)
 

@@ -267,12 +267,11 @@ class CompiledEngine(FastEngine):
                     compute(graph)
         except Exception as error:
             self.failed.add(key)
-            # An error of the compiler begins with a line "backend=... raised:".
-            message = str(error).strip()
-            reason = (message.partition(" raised:\n")[2] or message).partition("\n")[0]
+            cause = getattr(error, "inner_exception", error)  # the compiler wraps errors of its backend
+            reason = str(cause).strip().partition("\n")[0]
             rank_zero_info(
                 f"{type(self._model).__name__}.{key.__name__} cannot be compiled; autograd computes its gradient: "
-                f"{type(error).__name__}: {reason}"
+                f"{type(cause).__name__}: {reason}"
             )
             return None
         return graph
