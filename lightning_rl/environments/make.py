@@ -154,7 +154,7 @@ def make_envpool(
     with explained(spec):
         config = envpool.make_spec(task).config
     atari = spec.atari_options("reward_clip" in config._fields)
-    limit = spec.env.max_episode_steps
+    limit = spec.env.kwargs.get("max_episode_steps", spec.env.max_episode_steps)
     is_procgen = "num_levels" in config._fields
     # EnvPool 1.2.5 ignores the limit of these games, and of the tasks that have none, such as Catch-v0.
     ignores = is_procgen or config.max_episode_steps == np.iinfo(np.int32).max

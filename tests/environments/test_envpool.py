@@ -54,11 +54,12 @@ def test_time_limit_of_procgen_cannot_be_changed():
         make_data("BigfishEasy-v0", backend="envpool", env={"max_episode_steps": 5}).observation_space  # noqa: B018
 
 
+@pytest.mark.parametrize("env", [{"max_episode_steps": 5}, {"kwargs": {"max_episode_steps": 5}}])
 @pytest.mark.parametrize("env_id", ["Catch-v0", "CliffWalking-v0", "ConnectFour-v1"])
-def test_time_limit_of_a_task_without_one_cannot_be_set(env_id):
+def test_time_limit_of_a_task_without_one_cannot_be_set(env_id, env):
     expected = f"^env.max_episode_steps=5 is not valid: expected None for {env_id}, whose limit EnvPool cannot change"
     with pytest.raises(ConfigurationError, match=expected):
-        make_data(env_id, backend="envpool", env={"max_episode_steps": 5}).observation_space  # noqa: B018
+        make_data(env_id, backend="envpool", env=env).observation_space  # noqa: B018
     assert make_data(env_id, backend="envpool").observation_space is not None
 
 
