@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lightning_rl.validation import (
     ConfigurationError,
@@ -26,58 +26,40 @@ OR_SCHEDULE = ", or a schedule such as {'kind': 'linear', 'start': 0.2, 'end': 0
 
 
 @dataclass(frozen=True)
-class Ramp:
-    """A line, or half a period of a cosine, from `start` to `end` over `over` steps.
+class Schedule:
+    """Values at environment steps, and a `curve` between them; constant before the first step and after the last.
 
-    `over` None ends with the run: `over_run` is true, and the value needs the planned number of steps.
+    The curve is `constant`, `linear`, or half a period of a `cosine`. The last step may be None for the end of the run:
+    then `over_run` is true, and the value needs the planned number of steps.
     """
 
-    start: float
-    end: float
-    over: int | None = None
-    cosine: bool = False
-    varies = True
+    steps: tuple[int | None, ...]
+    values: tuple[float, ...]
+    curve: Literal["constant", "linear", "cosine"] = "constant"
 
     @property
     def over_run(self) -> bool:
-        return self.over is None
-
-    def at(self, env_steps: int, planned: int | None) -> float:
-        """Return the value at a step of a run with `planned` steps; `start` if this number is not known yet."""
-        length = planned if self.over is None else self.over
-        done = min(1.0, env_steps / length) if length else 0.0
-        if self.cosine:
-            done = (1 - math.cos(math.pi * done)) / 2
-        return self.start * (1 - done) + self.end * done
-
-
-@dataclass(frozen=True)
-class Piecewise:
-    """Constant between steps, or linear if `interpolate`; constant before the first step and after the last."""
-
-    steps: tuple[int, ...]
-    values: tuple[float, ...]
-    interpolate: bool = False
-    over_run = False
+        return None in self.steps
 
     @property
     def varies(self) -> bool:
         return len(self.values) > 1
 
     def at(self, env_steps: int, planned: int | None) -> float:
-        following = bisect_right(self.steps, env_steps)
+        """Return the value at a step of a run with `planned` steps; the first value if this number is not known yet."""
+        steps = [planned or math.inf if step is None else step for step in self.steps]
+        following = bisect_right(steps, env_steps)
         last = max(0, following - 1)
-        if following in (0, len(self.steps)) or not self.interpolate:
+        if following in (0, len(steps)) or self.curve == "constant":
             return self.values[last]
-        done = (env_steps - self.steps[last]) / (self.steps[following] - self.steps[last])
+        done = (env_steps - steps[last]) / (steps[following] - steps[last])
+        if self.curve == "cosine":
+            done = (1 - math.cos(math.pi * done)) / 2
         return self.values[last] * (1 - done) + self.values[following] * done
 
 
-Schedule = Ramp | Piecewise
-
-
-def _constant(value: float) -> Piecewise:
-    return Piecewise((0,), (float(value),))
+def _constant(value: float) -> Schedule:
+    return Schedule((0,), (float(value),))
 
 
 def parse_schedule(
@@ -125,7 +107,8 @@ def parse_schedule(
     over = whole_number(value.get("over"))
     is_number = over is None or (is_int(over) and over >= 1)
     check(is_number, f"{field}: over", over, "a number of environment steps, or null")
-    return Ramp(number("start", value["start"]), number("end", value["end"]), over, kind == "cosine")
+    ends = number("start", value["start"]), number("end", value["end"])
+    return Schedule((0, over), ends, "cosine" if kind == "cosine" else "linear")
 
 
 # Required keys of each kind, and the optional one.
@@ -137,12 +120,7 @@ _KEYS: dict[Any, tuple[tuple[str, ...], str]] = {
 }
 
 
-def _piecewise(
-    field: str,
-    points: Any,  # noqa: ANN401 - checked here
-    interpolate: bool,
-    number: Callable[[str, Any], float],
-) -> Piecewise:
+def _piecewise(field: str, points: Any, interpolate: bool, number: Callable[[str, Any], float]) -> Schedule:  # noqa: ANN401 - checked here
     check_bool(f"{field}: interpolate", interpolate)
 
     def is_point(x: object) -> bool:
@@ -152,4 +130,4 @@ def _piecewise(
     check(is_list(points) and len(points) > 0 and all(map(is_point, points)), f"{field}: points", points, expected)
     steps, values = tuple(int(step) for step, _ in points), tuple(number("points", value) for _, value in points)
     check(list(steps) == sorted(set(steps)), f"{field}: points", points, expected)
-    return Piecewise(steps, values, interpolate)
+    return Schedule(steps, values, "linear" if interpolate else "constant")
