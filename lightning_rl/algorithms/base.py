@@ -70,7 +70,7 @@ from lightning_rl.training.gradient_steps import GradientSteps, NotFiniteError
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.metrics import RolloutMetrics, StepMetric, action_saturation, log_histograms
 from lightning_rl.training.minibatches import Reduction
-from lightning_rl.training.normalizers import Normalizers, make_reward_normalizer
+from lightning_rl.training.normalizers import Normalizers, make_reward_normalizer, reward_normalizers
 from lightning_rl.training.optimizers import (
     adam,
     check_optimizers,
@@ -420,7 +420,8 @@ class OnPolicyAlgorithm(LightningModule):
             skip_or_raise(self, rollout, not_finite)
         finally:
             self._roll_back()
-        self.normalizers.reset_returns()
+        for normalizer in reward_normalizers(self).values():
+            normalizer.reset_returns()
 
     def _roll_back(self) -> None:
         for replay in self.replays.values():

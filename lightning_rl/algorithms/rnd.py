@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.ppo import PPO
-from lightning_rl.checkpointing.format import CHECKPOINT_KEY
-from lightning_rl.distributed import gather_on_rank_zero
 from lightning_rl.nested import Nested, map_leaves, replace_leaves, space_leaves, without
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import Distribution
@@ -192,18 +190,3 @@ class RND(PPO):
         self.intrinsic_normalizer.update(
             stream.rewards, stream.dones, stream.valid, starts=starts, repeats=stream.repeats
         )
-
-    def _skip_update(self, rollout: Rollout, not_finite: dict[str, float]) -> None:
-        super()._skip_update(rollout, not_finite)
-        self.intrinsic_normalizer.reset_returns()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        own = self.intrinsic_normalizer.discounted_return.cpu()
-        checkpoint[CHECKPOINT_KEY]["intrinsic_returns"] = gather_on_rank_zero(own)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        returns = checkpoint[CHECKPOINT_KEY]["intrinsic_returns"]
-        if self.global_rank < len(returns):  # other ranks are new, and start with the next episodes
-            self.intrinsic_normalizer.discounted_return = returns[self.global_rank]

@@ -19,6 +19,7 @@ from lightning_rl.distributed import gather_on_rank_zero
 from lightning_rl.environments.contract import MINIBATCHES, derive_seed
 from lightning_rl.files import load_plain
 from lightning_rl.rollouts.replay import Replay
+from lightning_rl.training.normalizers import reward_normalizers
 from lightning_rl.validation import ConfigurationError
 
 CHECKPOINT_KEY = "lightning_rl"
@@ -58,9 +59,9 @@ def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
 
 def run_state(module: Any) -> dict[str, Any]:  # noqa: ANN401 - an algorithm
     """Return the state of a run as tensors and plain values; `ranks` is filled on rank 0 only. A collective call."""
-    rewards, clock = module.reward_normalizer, module.clock
+    clock = module.clock
     of_this_rank = {
-        "discounted_return": None if rewards is None else rewards.discounted_return.cpu(),
+        "discounted_returns": {name: x.discounted_return.cpu() for name, x in reward_normalizers(module).items()},
         "generator": module.generator.get_state(),
         "random": _random_state(),
         "window": module.metrics.snapshot(),
@@ -129,8 +130,9 @@ def _restore_generators(module: Any, state: Mapping[str, Any]) -> None:  # noqa:
     torch.set_rng_state(generators["torch"].cpu())
     if generators["cuda"] and len(generators["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([one.cpu() for one in generators["cuda"]])
-    if module.reward_normalizer is not None and state["discounted_return"] is not None:
-        module.reward_normalizer.discounted_return = state["discounted_return"].to(module.device)
+    normalizers, returns = reward_normalizers(module), state["discounted_returns"]
+    for name in normalizers.keys() & returns.keys():
+        normalizers[name].discounted_return = returns[name].to(module.device)
 
 
 def _restore_replays(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401

@@ -84,10 +84,6 @@ class Normalizers:
             self._undo()
         self.value_targets = self._undo = None
 
-    def reset_returns(self) -> None:
-        if self.of_rewards is not None:
-            self.of_rewards.reset_returns()
-
     @contextmanager
     def isolated(self) -> Iterator[None]:
         restore, kept = self._snapshot(), (self._undo, self.value_targets)
@@ -197,6 +193,11 @@ class RewardNormalizer(nn.Module):
         after = keep[-1] * returns[-1]  # 0 after the end of an episode
         self.discounted_return = after if size == num_envs else known.slice_scatter(after, 0, start, start + num_envs)
         self.moments.update(returns.flatten() if valid is None else returns[valid])
+
+
+def reward_normalizers(model: nn.Module) -> dict[str, RewardNormalizer]:
+    """Return the reward normalizers of an algorithm by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, RewardNormalizer)}
 
 
 def make_reward_normalizer(kind: bool | RewardScale, gamma: float, clip: float | None) -> RewardNormalizer | None:

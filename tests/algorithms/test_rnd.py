@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from gymnasium import spaces
+from lightning.pytorch import Callback
 
 from lightning_rl import PPO, RND
 from lightning_rl.training.parameter_groups import weights_by_part
@@ -149,11 +150,19 @@ def test_checkpoint_has_the_intrinsic_returns_of_the_running_episodes(tmp_path):
     data, trainer = make_data(), make_trainer()
     trainer.fit(model := make(data.observation_space, data.action_space), data)
     trainer.save_checkpoint(path := tmp_path / "rnd.ckpt")
-    (stored,) = torch.load(path, weights_only=True)["lightning_rl"]["intrinsic_returns"]
+    (rank,) = torch.load(path, weights_only=True)["lightning_rl"]["ranks"]
+    stored = rank["discounted_returns"]["intrinsic_normalizer"]
     assert torch.equal(stored, model.intrinsic_normalizer.discounted_return) and (stored > 0).any()
     loaded = RND.load_from_checkpoint(path)
     assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in model.state_dict().items())
-    assert torch.equal(loaded.intrinsic_normalizer.discounted_return, stored)
+    resumed = []
+
+    class Reader(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            resumed.append(pl_module.intrinsic_normalizer.discounted_return)
+
+    make_trainer(max_epochs=trainer.max_epochs + 1, callbacks=[Reader()]).fit(loaded, make_data(), ckpt_path=path)
+    assert torch.equal(resumed[0], stored)
 
 
 def test_compute_loss_changes_nothing():
