@@ -133,9 +133,7 @@ class OffPolicyPPG(PPG):
         return BatchPair(*(self._as_batch(drawn[name]) for name in ("policy", "value")))
 
     def _as_batch(self, fields: Any) -> Batch:  # noqa: ANN401
-        batch = Batch(fields)
-        batch.is_normalized = self.estimator.normalize == "rollout"
-        return batch
+        return Batch(fields, is_normalized=self.estimator.normalize == "rollout")
 
     def policy_iteration(self, samples: BatchPair) -> None:
         """Learn the policy from one batch and the value from the other; store the latter for the auxiliary phase."""

@@ -40,14 +40,18 @@ class Batch:
     weights: Tensor
 
     def __init__(
-        self, fields: dict[str, Nested], weight: float | None = None, sequences: Sequences | None = None
+        self,
+        fields: dict[str, Nested],
+        weight: float | None = None,
+        sequences: Sequences | None = None,
+        counts_all_rows: bool = False,
+        is_normalized: bool = False,
     ) -> None:
         self.fields = fields
         self.sequences = sequences
         self._given_weight = weight
         self._own_weight: float | None = None
-        self.counts_all_rows = False
-        self.is_normalized = False
+        self.counts_all_rows, self.is_normalized = counts_all_rows, is_normalized
         self.source: tuple[Any, Tensor | None] | None = None  # of a `Rollout`, whose module imports this one
 
     @property
@@ -148,9 +152,7 @@ class Batch:
     def _with(
         self, fields: dict[str, Nested], weight: float | None = None, sequences: Sequences | None = None
     ) -> Batch:
-        made = Batch(fields, weight, sequences)
-        made.counts_all_rows, made.is_normalized = self.counts_all_rows, self.is_normalized
-        return made
+        return Batch(fields, weight, sequences, self.counts_all_rows, self.is_normalized)
 
 
 def set_global_weights(parts: Sequence[Batch]) -> None:

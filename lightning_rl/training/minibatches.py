@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ class VTraceEstimates(NamedTuple):
     returns: Tensor
 
 
+@dataclass(eq=False)
 class Unroll:
     """A rollout `[T, B]` in time order, together with its real steps as rows of a batch.
 
@@ -44,12 +46,11 @@ class Unroll:
         distributions: Parameters of the learner's action distributions at that time, `[N, ...]`, if they are stored.
     """
 
-    def __init__(self, rollout: Rollout, batch: Batch, replayed: Unroll | None = None) -> None:
-        self.rollout = rollout
-        self.batch = batch
-        self.replayed = replayed
-        self.estimates: VTraceEstimates | None = None
-        self.distributions: Nested | None = None
+    rollout: Rollout
+    batch: Batch
+    replayed: Unroll | None = None
+    estimates: VTraceEstimates | None = None
+    distributions: Nested | None = None
 
     @property
     def parts(self) -> list[Unroll]:
@@ -94,7 +95,6 @@ _PARTS: dict[type[Any], tuple[str, ...]] = {
     Sequences: ("lengths", "starts", "memory", "burn_in", "burn_in_observations"),
     Unroll: ("rollout", "batch", "replayed"),
 }
-_FLAGS = {"counts_all_rows", "is_normalized"}  # no arguments of `Batch`
 _CLASS = "__class__"
 
 
@@ -115,11 +115,7 @@ def minibatch_from_state(state: Any) -> Any:  # noqa: ANN401
     if not (isinstance(state, dict) and _CLASS in state):
         return state
     kind = _KINDS[state[_CLASS]]
-    parts = {name: minibatch_from_state(x) for name, x in state.items() if name != _CLASS}
-    flags = {name: parts.pop(name) for name in _FLAGS & parts.keys()}
-    made = kind(**parts)
-    for name, flag in flags.items():
-        setattr(made, name, flag)
+    made = kind(**{name: minibatch_from_state(x) for name, x in state.items() if name != _CLASS})
     if kind is Unroll:
         set_common_weight([part.batch for part in made.parts])
     return made
