@@ -90,6 +90,8 @@ class RecurrentCore(nn.Module):
     computes in at least float32, because rounding errors add up over the steps.
     """
 
+    can_be_packed = True
+
     def __init__(self, in_features: int, options: MemoryOptions) -> None:
         super().__init__()
         self.out_features = options.hidden_size
@@ -136,20 +138,16 @@ class RecurrentCore(nn.Module):
             state = map_leaves(
                 lambda m: torch.where(segments.fresh, 0, m[segments.sequence]).transpose(0, 1).contiguous(), memory
             )
-            unroll = self._unroll_packed if x.is_cuda else self._unroll_in_runs
-            outputs, state = unroll(x, segments, state, weights)
+            if x.is_cuda and self.can_be_packed:  # one call of cuDNN, with decreasing batch sizes
+                outputs, state = self._run(x, state, weights, segments.batch_sizes)
+            else:
+                outputs, state = self._unroll_in_runs(x, segments, state, weights)
             which, sequence = segments.last
             after = map_leaves(lambda m, new: m.index_copy(0, sequence, new[:, which].transpose(0, 1)), memory, state)
             return outputs[segments.indices], after
 
     def _weights(self) -> Sequence[Sequence[Tensor]]:
         return [[at_least_float32(weight) for weight in layer] for layer in self.rnn.all_weights]
-
-    def _unroll_packed(
-        self, x: Tensor, segments: Segments, state: Nested, weights: list[Tensor]
-    ) -> tuple[Tensor, Nested]:
-        """Unroll in one call of cuDNN, with decreasing batch sizes."""
-        return self._run(x, segments.batch_sizes, state, weights)
 
     def _unroll_in_runs(
         self, x: Tensor, segments: Segments, state: Nested, weights: list[Tensor]
@@ -160,18 +158,17 @@ class RecurrentCore(nn.Module):
         for part, (steps, width) in zip(parts, segments.runs, strict=True):
             ended.append(map_leaves(lambda s, w=width: s[:, w:], state))
             state = map_leaves(lambda s, w=width: s[:, :w].contiguous(), state)
-            output, state = self._unroll_run(part.view(steps, width, -1), state, weights)
+            output, state = self._run(part.view(steps, width, -1), state, weights)
             outputs.append(output.flatten(0, 1))
         states = map_leaves(lambda *parts: torch.cat(parts, 1), state, *reversed(ended))
         return torch.cat(outputs), states
 
-    def _unroll_run(self, steps: Tensor, state: Nested, weights: list[Tensor]) -> tuple[Tensor, Nested]:
-        return self._run(steps, state, weights, batch_first=(False,))
-
-    def _run(self, *inputs: Any, batch_first: tuple[bool, ...] = ()) -> tuple[Tensor, Nested]:  # noqa: ANN401
+    def _run(self, x: Tensor, state: Nested, weights: list[Tensor], *batch_sizes: Tensor) -> tuple[Tensor, Nested]:
+        """Return outputs and last state for steps `[T, B, f]`, or with `batch_sizes` for packed rows `[N, f]`."""
         run: Any = torch.lstm if self.is_lstm else torch.gru
-        outputs, *state = run(*inputs, True, self.num_layers, 0.0, torch.is_grad_enabled(), False, *batch_first)
-        return outputs, tuple(state) if self.is_lstm else state[0]
+        options = (True, self.num_layers, 0.0, torch.is_grad_enabled(), False, *(() if batch_sizes else (False,)))
+        outputs, *after = run(x, *batch_sizes, state, weights, *options)
+        return outputs, tuple(after) if self.is_lstm else after[0]
 
 
 class MinGRU(nn.Module):
@@ -273,6 +270,8 @@ class GTrXL(nn.Module):
 class CellCore(RecurrentCore):
     """Runs a `MinGRU` or `GTrXL`, in at least float32."""
 
+    can_be_packed = False
+
     def __init__(self, in_features: int, options: MemoryOptions) -> None:
         nn.Module.__init__(self)
         self.out_features, self.num_layers = options.hidden_size, options.num_layers
@@ -295,14 +294,9 @@ class CellCore(RecurrentCore):
     def _weights(self) -> Sequence[Sequence[Tensor]]:
         return [[at_least_float32(weight) for weight in self.cell.parameters()]]
 
-    def _unroll_run(self, steps: Tensor, state: Nested, weights: list[Tensor]) -> tuple[Tensor, Nested]:
-        outputs, state = self._compute(steps, state.transpose(0, 1))
+    def _run(self, x: Tensor, state: Nested, weights: list[Tensor], *batch_sizes: Tensor) -> tuple[Tensor, Nested]:
+        outputs, state = self._compute(x, state.transpose(0, 1))
         return outputs, state.transpose(0, 1)
-
-    def _unroll_packed(
-        self, x: Tensor, segments: Segments, state: Nested, weights: list[Tensor]
-    ) -> tuple[Tensor, Nested]:
-        return self._unroll_in_runs(x, segments, state, weights)
 
 
 def make_core(in_features: int, options: MemoryOptions) -> RecurrentCore:
