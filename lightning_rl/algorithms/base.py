@@ -521,15 +521,8 @@ class OnPolicyAlgorithm(LightningModule):
             ConfigurationError: A part of the observation is missing or has another shape, or `memory` is given to a
                 policy without memory.
         """
-        return act(
-            self.policy,
-            self.observation_space,
-            self.action_space,
-            observation,
-            deterministic=deterministic,
-            memory=memory,
-            episode_starts=episode_starts,
-        )
+        spaces = self.observation_space, self.action_space
+        return act(self.policy, *spaces, observation, deterministic, memory, episode_starts)
 
     # ------------------------------------------------------------------ optimizers
 

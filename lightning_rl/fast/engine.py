@@ -374,7 +374,9 @@ def engine_for(model: LightningModule) -> FastEngine | None:
         line = f"{name} updates by plain PyTorch and Lightning: {reason}"
     elif cast(Any, model).options["debug.fast_paths"] == "compiled":
         if (reason := why_not_compiled(model)) is None:
-            engine, line = _compiled_engine(model), f"{name} updates by the compiled engine"
+            before, line = cast(Any, model).steps.engine, f"{name} updates by the compiled engine"
+            engine = before if isinstance(before, CompiledEngine) else CompiledEngine(model)
+            engine.begin()
         else:
             engine, line = FastEngine(), f"{name} updates by the fast engine, with autograd: {reason}"
     else:
@@ -385,14 +387,6 @@ def engine_for(model: LightningModule) -> FastEngine | None:
     if _logged.get(model) != line:
         _logged[model] = line
         rank_zero_info(line)
-    return engine
-
-
-def _compiled_engine(model: Any) -> CompiledEngine:  # noqa: ANN401
-    engine = model.steps.engine
-    if not isinstance(engine, CompiledEngine):
-        engine = CompiledEngine(model)
-    engine.begin()
     return engine
 
 

@@ -170,10 +170,9 @@ def act(
     observation_space: spaces.Space[Any],
     action_space: spaces.Space[Any],
     observation: Nested,
-    *,
-    deterministic: bool = True,
-    memory: Nested | None = None,
-    episode_starts: Any = None,  # noqa: ANN401 - flags of one environment or several
+    deterministic: bool,
+    memory: Nested | None,
+    episode_starts: Any,  # noqa: ANN401 - flags of one environment or several
 ) -> Nested:
     """Return the action for one observation `[*shape]`, or actions for several; see `OnPolicyAlgorithm.act`."""
     space = acting_space(policy, observation_space)

@@ -410,21 +410,16 @@ class EagerEngine:
 
     def step(self, model: LightningModule, optimizer: LightningOptimizer, counts: bool) -> None:
         """Step an optimizer; `counts` increments Lightning's global step."""
-        with _without_scaler(model.trainer.precision_plugin):
+        # Without the scaler of `16-mixed`: the gradient is unscaled already, which Lightning does not expect.
+        precision: Any = model.trainer.precision_plugin
+        scaler, precision.scaler = getattr(precision, "scaler", None), None
+        try:
             if counts:
                 optimizer.step()
             else:
                 model.trainer.strategy.optimizer_step(optimizer.optimizer, lambda: None)
-
-
-@contextmanager
-def _without_scaler(precision: Any) -> Iterator[None]:  # noqa: ANN401
-    """Step without the scaler of `16-mixed`: the gradient is unscaled already, which Lightning does not expect."""
-    scaler, precision.scaler = getattr(precision, "scaler", None), None
-    try:
-        yield
-    finally:
-        precision.scaler = scaler
+        finally:
+            precision.scaler = scaler
 
 
 class UpdateRecord:

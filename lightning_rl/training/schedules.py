@@ -58,10 +58,6 @@ class Schedule:
         return self.values[last] * (1 - done) + self.values[following] * done
 
 
-def _constant(value: float) -> Schedule:
-    return Schedule((0,), (float(value),))
-
-
 def parse_schedule(
     field: str,
     value: Scheduled,
@@ -87,7 +83,7 @@ def parse_schedule(
             check_number(field, value, above=above, at_least=at_least, at_most=at_most)
         except ConfigurationError as error:
             raise ConfigurationError(f"{error}{OR_SCHEDULE}") from None
-        return _constant(value)
+        return Schedule((0,), (float(value),))
     lowest = above if at_least is None else at_least
 
     def number(name: str, given: Any) -> float:  # noqa: ANN401 - checked here
@@ -101,7 +97,7 @@ def parse_schedule(
     check({*keys} <= value.keys() <= {"kind", *keys, optional}, field, value, expected)
     if kind == "constant":
         check_number(f"{field}: value", value["value"], above=above, at_least=at_least, at_most=at_most)
-        return _constant(value["value"])
+        return Schedule((0,), (float(value["value"]),))
     if kind == "piecewise":
         return _piecewise(field, value["points"], value.get("interpolate", False), number)
     over = whole_number(value.get("over"))
