@@ -41,20 +41,8 @@ from lightning_rl.rollouts.batch import Batch, set_global_weights
 from lightning_rl.rollouts.replay import Replay
 from lightning_rl.rollouts.rollout import Episode, EpisodeSummary, Rollout
 from lightning_rl.spaces import SpaceOrDict, space_from_dict
+from lightning_rl.training import checks
 from lightning_rl.training.advantages import AdvantageEstimator, explained_variance
-from lightning_rl.training.checks import (
-    check_mesh,
-    check_options,
-    check_schedulers,
-    check_spaces,
-    check_strategy,
-    check_trainer,
-    plain_options,
-    refuse_automatic_optimization,
-    refuse_callbacks,
-    training_device,
-    warn_of_untrained_parameters,
-)
 from lightning_rl.training.clock import RATES, RunClock, ScheduledOptions, is_bounded
 from lightning_rl.training.config import (
     AdvantageConfig,
@@ -165,13 +153,13 @@ class OnPolicyAlgorithm(LightningModule):
         refuse_unknown_options(type(self), unknown)
         self.save_hyperparameters()
         groups = default_groups(type(self))
-        given, options = (plain_options(flat(x, groups)) for x in constructor_arguments(self))
+        given, options = (checks.plain_options(flat(x, groups)) for x in constructor_arguments(self))
         self.options = options
         self._given = nested(given)
         self.save_hyperparameters(self._given)
         shipped = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("lightning_rl."))
         types, defaults = types_of(shipped, include_extras=True), flat(defaults_of(type(self)), groups)
-        check_options(options, types, self.without_effect, defaults)
+        checks.check_options(options, types, self.without_effect, defaults)
         self.observation_space = space_from_dict(options["observation_space"])
         self.action_space = space_from_dict(options["action_space"])
         self.max_skipped_updates = options["debug.max_skipped_updates"]
@@ -565,9 +553,9 @@ class OnPolicyAlgorithm(LightningModule):
         """
         filter_misleading_warnings()
         # First: Lightning's own errors would suggest something else.
-        refuse_callbacks(self.trainer)
+        checks.refuse_callbacks(self.trainer)
         if self.trainer.state.fn == "fit":
-            refuse_automatic_optimization(self.trainer, self)
+            checks.refuse_automatic_optimization(self.trainer, self)
         return [kind() for kind in self._missing_callbacks()]
 
     def _missing_callbacks(self) -> list[type[Callback]]:
@@ -583,8 +571,8 @@ class OnPolicyAlgorithm(LightningModule):
     def setup(self, stage: str) -> None:
         self._roll_back()  # an update that an exception interrupted
         self.updating = False
-        check_strategy(self.trainer.strategy)
-        check_mesh(self.device_mesh)
+        checks.check_strategy(self.trainer.strategy)
+        checks.check_mesh(self.device_mesh)
         if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.trainer.fit_loop.epoch_loop.max_steps = -1  # Lightning would end after as many gradient steps
         with suppress(ValueError):  # raised unless `torch.compile(model)` was called
@@ -592,14 +580,14 @@ class OnPolicyAlgorithm(LightningModule):
             self.options["debug.fast_paths"] = "compiled"
             self.policy.fast_paths = "compiled"  # type: ignore[assignment]
             rank_zero_warn("torch.compile(model): its options have no effect; it selects debug.fast_paths: compiled")
-        check_spaces(self, self.trainer.datamodule)  # type: ignore[attr-defined]
+        checks.check_spaces(self, self.trainer.datamodule)  # type: ignore[attr-defined]
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Raise a `ConfigurationError` if an option does not suit the Trainer or the shape `(T, B)` of rollouts."""
         has_update = type(self).update is not OnPolicyAlgorithm.update
         check(has_update, "model", type(self).__name__, "a subclass that defines update(rollout)")
-        check_trainer(self, trainer, rollout_shape)
-        device = training_device(trainer)
+        checks.check_trainer(self, trainer, rollout_shape)
+        device = checks.training_device(trainer)
         problem = fast.compiler_problem(device) or None
         fast_paths = self.options["debug.fast_paths"]
         check(fast_paths != "compiled" or problem is None, "debug.fast_paths", fast_paths, f"auto, since {problem}")
@@ -633,8 +621,8 @@ class OnPolicyAlgorithm(LightningModule):
         made = sum(bool(x.param_groups) for x in self.steps.all_optimizers) // self.steps.num_sets
         expected = "one, or one for the actor and one for the critic"
         check(0 < made <= 2, "configure_optimizers", f"{made} optimizers", expected)
-        check_schedulers(self.trainer)
-        warn_of_untrained_parameters(self, self.steps.all_optimizers)
+        checks.check_schedulers(self.trainer)
+        checks.warn_of_untrained_parameters(self, self.steps.all_optimizers)
         for optimizer in self.steps.all_optimizers:
             for group in optimizer.param_groups:  # a checkpoint may come from another device
                 group |= {name: optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
