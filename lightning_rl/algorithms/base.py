@@ -61,9 +61,9 @@ from lightning_rl.training.minibatches import Reduction
 from lightning_rl.training.normalizers import Normalizers, make_reward_normalizer, reward_normalizers
 from lightning_rl.training.optimizers import (
     adam,
-    check_optimizers,
     has_own_critic_optimizer,
     make_optimizers,
+    optimizer_parts,
 )
 from lightning_rl.training.parameter_groups import (
     ActorOrCritic,
@@ -535,7 +535,7 @@ class OnPolicyAlgorithm(LightningModule):
                 self.scheduled(name, line, option="optimizer.anneal")
 
     def _check_policy(self) -> None:
-        check_optimizers(self.policy, self.options, self.default_optimizer())
+        optimizer_parts(self.policy, self.options, self.default_optimizer())
         coefficients = {part: self.options[f"optimizer.l2.{part}"] for part in ("policy", "value", "shared")}
         self.penalties = {part: coefficient for part, coefficient in coefficients.items() if coefficient}
         check_penalized(self.policy, self.penalties)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -133,7 +133,8 @@ class Preparation:
         normalizer = self._normalizer
         if not self._is_known or getattr(observations, "dtype", None) is not self._dtype:
             observations, normalizer = self._policy.prepare_observations(observations), None
-        if not is_plain(observations) or observations.dtype is not self._dtype or observations.dim() != 2:
+        is_plain = type(observations) is Tensor and observations.is_cpu and observations.dim() == 2
+        if not is_plain or observations.dtype is not self._dtype or torch.is_autocast_enabled("cpu"):
             return None
         x: Array = observations.numpy()
         if normalizer is None:
@@ -180,12 +181,6 @@ def linear_parameters(layers: Sequence[nn.Module], kind: type[nn.Linear] = HeadL
     found = [x for layer in layers if type(layer) is kind for x in (layer.weight, layer.bias)]
     plain = len(found) == 2 * len(layers) and all(type(x) is nn.Parameter for x in found)
     return cast(list[nn.Parameter], found) if plain else None
-
-
-def is_plain(x: object) -> TypeGuard[Tensor]:
-    """Whether `x` is a CPU tensor of rows in float32 or float64, without autocast."""
-    plain = type(x) is Tensor and x.is_cpu and x.dtype in _DTYPES and x.dim() > 1
-    return plain and not torch.is_autocast_enabled("cpu")
 
 
 def have_one_dtype(parameters: Sequence[Tensor]) -> bool:

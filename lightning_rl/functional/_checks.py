@@ -33,13 +33,6 @@ def not_negative(**numbers: Tensor | float | None) -> None:
             raise ValueError(f"{name} is {number}, expected a number >= 0")
 
 
-def above_one(**numbers: float | None) -> None:
-    """Raise a `ValueError` if a number is not above 1."""
-    for name, number in numbers.items():
-        if number is not None and not number > 1:
-            raise ValueError(f"{name} is {number}, expected a number > 1")
-
-
 def clip_range(like: Tensor, clip_range: Tensor | float) -> None:
     """Raise a `ValueError` unless `clip_range` broadcasts to `like` and is not negative."""
     broadcasts(like, clip_range=clip_range)

@@ -63,7 +63,8 @@ def dual_clipped_surrogate_loss(
     check.same_shape(log_ratios=log_ratios, advantages=advantages)
     check.clip_range(log_ratios, clip_range_low)
     check.clip_range(log_ratios, clip_range_high)
-    check.above_one(dual_clip=dual_clip)
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip is {dual_clip}, expected a number > 1")
     weights = -advantages.detach()
     # -min(ratio * A, clip(ratio) * A) is -ratio * A, bounded from below by its value at one end of the range.
     bound = torch.minimum(weights * (1.0 - clip_range_low), weights * (1.0 + clip_range_high))

@@ -81,16 +81,15 @@ class GradientSteps:
         adaptive = options["optimizer.adaptive_learning_rate"]
         self.adaptive_learning_rate = None if adaptive is None else AdaptiveLearningRate(**adaptive)
         self.engine: EagerEngine | fast.FastEngine = EagerEngine()
-        self.part: ActorOrCritic | None = None
         self.rollback = False
         self.num_sets = 1
-        self.failed_minibatch: FailedMinibatch | None = None
         self.reset()
 
     def reset(self) -> None:
         """Drop the state of updates that may have failed."""
         self.record = UpdateRecord(self.model.device)
-        self.part, self.failed_minibatch = None, None
+        self.part: ActorOrCritic | None = None
+        self.failed_minibatch: FailedMinibatch | None = None
         self.active_set = 0
         self._has_ratios = self._has_value = False
         self._scales_up = False

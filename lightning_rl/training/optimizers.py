@@ -34,14 +34,6 @@ def adam(device: torch.device) -> ClassSpec:
     return {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "capturable": True}}
 
 
-def optimizer_specs(options: Mapping[str, Any], default: ClassSpec) -> dict[str, ClassSpec]:
-    """Return class and arguments of the optimizer, and of a separate critic optimizer, by option group."""
-    specs = {"optimizer": _spec(options, "optimizer", default)}
-    if has_own_critic_optimizer(options):
-        specs["optimizer.critic"] = _spec(options, "optimizer.critic", specs["optimizer"])
-    return specs
-
-
 def has_own_critic_optimizer(options: Mapping[str, Any]) -> bool:
     """Whether the options ask for a separate critic optimizer."""
     return any(options[f"optimizer.critic.{name}"] not in (None, {}) for name in ("name", "options", "learning_rate"))
@@ -96,23 +88,26 @@ def optimizers_and_schedulers(made: Any) -> tuple[Sequence[Optimizer], Sequence[
     return [x["optimizer"] for x in entries], [x["scheduler"] if isinstance(x, dict) else x for x in schedulers]
 
 
-def _parts(
+def optimizer_parts(
     policy: nn.Module, options: Mapping[str, Any], default: ClassSpec
 ) -> list[tuple[str, ClassSpec, dict[str | None, list[nn.Parameter]]]]:
-    specs = optimizer_specs(options, default)
-    parts = split_parameters(policy, options["optimizer.groups"], separate=len(specs) > 1)
-    return [(field, spec, part) for (field, spec), part in zip(specs.items(), parts, strict=True)]
+    """Return option group, class and parameters by pattern of the optimizer, and of a separate critic optimizer.
 
-
-def check_optimizers(policy: nn.Module, options: Mapping[str, Any], default: ClassSpec) -> None:
-    """Check that all patterns match a parameter, and that the optimizers know the options of the groups."""
+    A pattern that matches no parameter, or has options that the optimizer does not know, raises a `ConfigurationError`.
+    """
     groups: ParameterGroups = options["optimizer.groups"]
-    for field, spec, part in _parts(policy, options, default):
+    specs = {"optimizer": _spec(options, "optimizer", default)}
+    if has_own_critic_optimizer(options):
+        specs["optimizer.critic"] = _spec(options, "optimizer.critic", specs["optimizer"])
+    halves = split_parameters(policy, groups, separate=len(specs) > 1)
+    parts = [(field, spec, part) for (field, spec), part in zip(specs.items(), halves, strict=True)]
+    for field, spec, part in parts:
         known = set(inspect.signature(import_class(field, spec["class_path"], Optimizer)).parameters) - {"params", "lr"}
         for pattern in filter(None, part):
             unknown = sorted({*groups[pattern]} - known - {SCALE})
             expected = f"{SCALE} and options of {spec['class_path']}, not {', '.join(unknown)}"
             check(not unknown, f"optimizer.groups: {pattern}", groups[pattern], expected)
+    return parts
 
 
 def make_optimizers(
@@ -122,28 +117,18 @@ def make_optimizers(
 
     `rates` has the learning rate of each; `default` is the optimizer of the algorithm if the options name none.
     """
-    parts, groups = _parts(policy, options, default), options["optimizer.groups"]
-    optimizers = [_make(*part, groups, rate) for part, rate in zip(parts, rates, strict=False)]
+    optimizers: list[Optimizer] = []
+    for (field, spec, parameters), rate in zip(optimizer_parts(policy, options, default), rates, strict=False):
+        given: list[dict[str, Any]] = []
+        for pattern, members in parameters.items():
+            own = {} if pattern is None else options["optimizer.groups"][pattern]
+            given.append({"params": members, **own, **({"lr": rate * own[SCALE]} if SCALE in own else {})})
+        # Without groups the parameters are passed as a list, which all optimizers accept.
+        single = [*parameters] == [None]
+        optimizers.append(instantiate(field, spec, Optimizer, given[0]["params"] if single else given, lr=rate))
     if (scheduler := scheduler_spec(options)) is None:
         return optimizers, []
     return optimizers, [instantiate(SCHEDULER, scheduler, LRScheduler, optimizer) for optimizer in optimizers]
-
-
-def _make(
-    field: str,
-    spec: ClassSpec,
-    parameters: Mapping[str | None, list[nn.Parameter]],
-    groups: ParameterGroups,
-    rate: float,
-) -> Optimizer:
-    given: list[dict[str, Any]] = []
-    for pattern, members in parameters.items():
-        options = {} if pattern is None else groups[pattern]
-        given.append({"params": members, **options, **({"lr": rate * options[SCALE]} if SCALE in options else {})})
-    # Without groups the parameters are passed as a list, which all optimizers accept.
-    single = [*parameters] == [None]
-    optimizer: Optimizer = instantiate(field, spec, Optimizer, given[0]["params"] if single else given, lr=rate)
-    return optimizer
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
