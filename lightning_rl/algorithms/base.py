@@ -59,12 +59,7 @@ from lightning_rl.training.loss import Loss
 from lightning_rl.training.metrics import RolloutMetrics, StepMetric, action_saturation, log_histograms
 from lightning_rl.training.minibatches import Reduction
 from lightning_rl.training.normalizers import Normalizers, make_reward_normalizer, reward_normalizers
-from lightning_rl.training.optimizers import (
-    adam,
-    has_own_critic_optimizer,
-    make_optimizers,
-    optimizer_parts,
-)
+from lightning_rl.training.optimizers import adam, has_own_critic_optimizer, make_optimizers, optimizer_parts
 from lightning_rl.training.parameter_groups import (
     ActorOrCritic,
     Part,
@@ -76,12 +71,7 @@ from lightning_rl.training.parameter_groups import (
 )
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.training.warning_filters import filter_misleading_warnings
-from lightning_rl.validation import (
-    ClassSpec,
-    ConfigurationError,
-    check,
-    is_one_of,
-)
+from lightning_rl.validation import ClassSpec, ConfigurationError, check, is_one_of
 
 
 def _update_acting_policy(model: Any) -> None:  # noqa: ANN401

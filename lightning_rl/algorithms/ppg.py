@@ -260,8 +260,7 @@ class PPG(PPO):
         size = sum(replay.num_bytes for replay in self.replays.values())
         largest = batch.advantages.abs().max() if len(batch) else batch.advantages.sum()
         self.steps.observe(
-            aux_memory_bytes=torch.tensor(float(size), device=self.device),
-            max_abs_advantage=all_reduce(largest, "max"),
+            aux_memory_bytes=torch.tensor(float(size), device=self.device), max_abs_advantage=all_reduce(largest, "max")
         )
 
     def auxiliary_minibatches(self) -> Iterator[Batch]:

@@ -132,11 +132,7 @@ def value_loss(values: Tensor, targets: Tensor) -> Tensor:
 
 
 def clipped_value_loss(
-    values: Tensor,
-    targets: Tensor,
-    old_values: Tensor,
-    clip_range: Tensor | float,
-    huber_delta: float | None = None,
+    values: Tensor, targets: Tensor, old_values: Tensor, clip_range: Tensor | float, huber_delta: float | None = None
 ) -> Tensor:
     """Return PPO's clipped value loss of each step (Engstrom et al., 2020, arXiv 2005.12729, section 3).
 

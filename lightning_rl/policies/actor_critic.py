@@ -330,12 +330,7 @@ def _check_critic_only(
     check(not unknown, "policy.critic_only", paths, f"parts of a Dict ({', '.join(known)}), got {unknown}")
     left = space_leaves(without(space, paths))
     check(bool(left), "policy.critic_only", paths, "at least one part for the actor")
-    check(
-        shared_encoder is not True,
-        "policy.shared_encoder",
-        True,
-        f"None or False, since critic_only={list(paths)}",
-    )
+    check(shared_encoder is not True, "policy.shared_encoder", True, f"None or False, since critic_only={list(paths)}")
     return frozenset(paths)
 
 

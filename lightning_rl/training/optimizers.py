@@ -14,15 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_rl.training.parameter_groups import SCALE, ParameterGroups, split_parameters
-from lightning_rl.validation import (
-    ClassSpec,
-    PositiveFloat,
-    Range,
-    check,
-    check_arguments,
-    import_class,
-    instantiate,
-)
+from lightning_rl.validation import ClassSpec, PositiveFloat, Range, check, check_arguments, import_class, instantiate
 
 SCHEDULER = "optimizer.scheduler"
 

@@ -96,10 +96,7 @@ def network_to_plain_data(network: Any) -> Network:  # noqa: ANN401 - names, cla
 
 
 def _flat_encoder(
-    field: str,
-    space: spaces.Space[Any],
-    network: str | ClassSpec,
-    mlp: tuple[Sequence[int], str, DiscreteEncoding],
+    field: str, space: spaces.Space[Any], network: str | ClassSpec, mlp: tuple[Sequence[int], str, DiscreteEncoding]
 ) -> nn.Module:
     if network in ("auto", "mlp"):
         return MLPEncoder(space, *mlp)
