@@ -41,13 +41,11 @@ class ReturnEstimator(AdvantageEstimator):
 
     def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Return target minus value, and the value targets, `[T, B]`."""
-        rewards, discounts = self.normalizers.rewards(rollout), rollout.discounts(self.gamma, self.on_truncation)
         if self.target == "discounted_return":
+            rewards, discounts = self.normalizers.rewards(rollout), rollout.discounts(self.gamma, self.on_truncation)
             returns = rl.td_lambda_returns(rewards, rollout.next_values, discounts, rollout.traces(1.0))
         else:
-            traces = rollout.traces(self.vtrace_lambda)
-            log_rhos = self._log_rhos(rollout)
-            returns, _ = rl.vtrace(log_rhos, rewards, rollout.values, rollout.next_values, discounts, traces)
+            returns, _ = self.vtrace(rollout, self._log_rhos(rollout), self.vtrace_lambda)
         return returns - rollout.values, returns
 
     @torch.no_grad()

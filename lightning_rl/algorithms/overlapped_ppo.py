@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rl import functional as rl
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.distributed import all_reduce
 from lightning_rl.nested import Nested
@@ -28,14 +27,7 @@ class VTraceEstimator(AdvantageEstimator):
 
     def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         assert rollout.log_rhos is not None
-        targets, advantages = rl.vtrace(
-            rollout.log_rhos,
-            self.normalizers.rewards(rollout),
-            rollout.values,
-            rollout.next_values,
-            rollout.discounts(self.gamma, self.on_truncation),
-            rollout.traces(self.gae_lambda),
-        )
+        targets, advantages = self.vtrace(rollout, rollout.log_rhos, self.gae_lambda)
         return advantages, targets
 
 
