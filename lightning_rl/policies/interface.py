@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -175,38 +176,30 @@ def act(
     episode_starts: Any,  # noqa: ANN401 - flags of one environment or several
 ) -> Nested:
     """Return the action for one observation `[*shape]`, or actions for several; see `OnPolicyAlgorithm.act`."""
-    space = acting_space(policy, observation_space)
-    parts = {path: np.asarray(part_at(observation, path)) for path in space_leaves(space)}
-    num_rows = _num_rows(space, parts)
-    single = num_rows is None
-    parameter = next(policy.parameters())
+    space, parameter = acting_space(policy, observation_space), next(policy.parameters())
+    shapes = {path: tuple(leaf.shape or ()) for path, leaf in space_leaves(space).items()}
+    parts = {path: np.asarray(part_at(observation, path)) for path in shapes}
+    found = {path: part.shape for path, part in parts.items()}
+    first, shape = next(iter(shapes.items()))
+    leading = found[first][: max(0, len(found[first]) - len(shape))]  # the number of rows; () for one observation
+    fits = len(leading) <= 1 and all(found[path] == leading + shape for path, shape in shapes.items())
+    check(fits, "observation: shapes", found, f"{shapes}, or the same number of rows of each")
 
     def rows(path: str, leaf: spaces.Space[Any]) -> Tensor:
         part = parts[path].astype(observation_dtype(leaf, parameter.dtype))
-        return torch.from_numpy(part[None] if single else part).to(parameter.device)
+        return torch.from_numpy(part if leading else part[None]).to(parameter.device)
 
     recurrent = as_recurrent(policy)
     check(recurrent is not None or memory is None, "memory", "given", "None, since the policy has no memory")
     acting = {}
     if recurrent is not None:
         if memory is None:
-            memory = recurrent.initial_memory(1 if num_rows is None else num_rows, critic=False)
+            memory = recurrent.initial_memory(math.prod(leading), critic=False)
         if episode_starts is not None:
             memory = reset_memory(memory, np.atleast_1d(np.asarray(episode_starts, bool)))
         acting["memory"] = memory
     output = policy.act(map_paths(rows, space), deterministic=deterministic, **acting)  # type: ignore[operator]
     actions = to_environment(action_space, map_leaves(lambda x: x.cpu().numpy(), output.environment_action))
-    if single:
+    if not leading:
         actions = map_leaves(lambda x: x[0], actions)
     return actions if recurrent is None else (actions, output.memory)
-
-
-def _num_rows(space: spaces.Space[Any], parts: dict[str, Any]) -> int | None:
-    """Return the number of rows of an observation; None for a single observation."""
-    shapes = {path: tuple(leaf.shape or ()) for path, leaf in space_leaves(space).items()}
-    found = {path: part.shape for path, part in parts.items()}
-    path, shape = next(iter(shapes.items()))
-    rows = found[path][: max(0, len(found[path]) - len(shape))]
-    fits = len(rows) <= 1 and all(found[path] == rows + shape for path, shape in shapes.items())
-    check(fits, "observation: shapes", found, f"{shapes}, or the same number of rows of each")
-    return rows[0] if rows else None

@@ -83,10 +83,7 @@ def optimizers_and_schedulers(made: Any) -> tuple[Sequence[Optimizer], Sequence[
 def optimizer_parts(
     policy: nn.Module, options: Mapping[str, Any], default: ClassSpec
 ) -> list[tuple[str, ClassSpec, dict[str | None, list[nn.Parameter]]]]:
-    """Return option group, class and parameters by pattern of the optimizer, and of a separate critic optimizer.
-
-    A pattern that matches no parameter, or has options that the optimizer does not know, raises a `ConfigurationError`.
-    """
+    """Return option group, class and parameters by pattern of each optimizer, after a check of the patterns."""
     groups: ParameterGroups = options["optimizer.groups"]
     specs = {"optimizer": _spec(options, "optimizer", default)}
     if has_own_critic_optimizer(options):
