@@ -53,10 +53,8 @@ class Normalizers:
 
     def rewards(self, rollout: Rollout) -> Tensor:
         """Return the normalized rewards of a rollout, `[T, B]`."""
-        if self.scale_rewards is not None:
-            scaled: Tensor = self.scale_rewards(rollout.rewards)
-            return scaled
-        return rollout.rewards if self.of_rewards is None else self.of_rewards(rollout.rewards)
+        transform = self.scale_rewards or self.of_rewards
+        return rollout.rewards if transform is None else transform(rollout.rewards)
 
     def transform_rewards(self, scale: float, clip: RewardClip | None, normalize_rewards: object) -> None:
         """Scale and clip rewards by fixed numbers; an error if `normalization.rewards` is also set."""
