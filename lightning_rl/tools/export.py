@@ -54,9 +54,17 @@ class DeployedPolicy(nn.Module):
     Without `deterministic`, PyTorch's global generator samples the actions.
     """
 
-    def __init__(self, policy: nn.Module, action_space: spaces.Space[Any], deterministic: bool) -> None:
+    def __init__(
+        self,
+        policy: nn.Module,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        deterministic: bool = True,
+    ) -> None:
         super().__init__()
         self.policy = copy_to_cpu(policy).eval().requires_grad_(False)
+        self.dtype = next(self.policy.parameters()).dtype
+        self.observation_space, self.action_space = acting_space(policy, observation_space), action_space
         self.deterministic = deterministic
         self._to_environment = tensor_conversion(action_space, torch.device("cpu"))
 
@@ -71,33 +79,24 @@ class DeployedPolicy(nn.Module):
         actions = self._to_environment(output.environment_action)
         return actions if memory is None else (actions, output.memory)
 
+    def initial_memory(self, num_rows: int) -> tuple[Nested, ...]:
+        """Return the second input of a recurrent policy at the start of an episode; others have none."""
+        recurrent = as_recurrent(self.policy)
+        return () if recurrent is None else (recurrent.initial_memory(num_rows, critic=False),)
 
-def example_observations(policy: nn.Module, observation_space: spaces.Space[Any], seed: int = 0) -> Nested:
-    """Return two rows of sampled observations, with masks that allow all actions."""
-    space = acting_space(policy, observation_space)
-    return sampled_observations(space, next(policy.parameters()).dtype, num_rows=2, seed=seed)
-
-
-def example_inputs(policy: nn.Module, observation_space: spaces.Space[Any]) -> tuple[Nested, ...]:
-    """Return two rows of inputs for a `DeployedPolicy`: observations and, if the policy is recurrent, its memory."""
-    observations = example_observations(policy, observation_space)
-    recurrent = as_recurrent(policy)
-    return (observations,) if recurrent is None else (observations, recurrent.initial_memory(2, critic=False))
+    def example(self, seed: int = 0) -> tuple[Nested, ...]:
+        """Return two rows of inputs: sampled observations, with masks that allow all actions, and the memory."""
+        observations = sampled_observations(self.observation_space, self.dtype, num_rows=2, seed=seed)
+        return (observations, *self.initial_memory(2))
 
 
-def export_program(
-    policy: nn.Module,
-    observation_space: spaces.Space[Any],
-    action_space: spaces.Space[Any],
-    deterministic: bool = True,
-) -> ExportedProgram:
+def export_program(deployed: DeployedPolicy) -> ExportedProgram:
     """Return a policy as a `torch.export` program for any number of rows on the CPU.
 
     `torch.export.save` writes it. `torch.export.load(path).module()` is called like `DeployedPolicy` and only needs
     PyTorch. A policy that PyTorch cannot export raises a `ConfigurationError`.
     """
-    deployed = DeployedPolicy(policy, action_space, deterministic)
-    inputs = example_inputs(deployed.policy, observation_space)
+    inputs = deployed.example()
     shapes = map_leaves(lambda x: {0: Dim("batch", min=1)}, inputs)
     _seeded(deployed, inputs)  # distributions make their constants in the first call, which must not be traced
     try:
@@ -105,7 +104,7 @@ def export_program(
             return torch.export.export(deployed, inputs, dynamic_shapes=shapes)
     except Exception as error:
         raise ConfigurationError(
-            f"policy={type(policy).__name__} cannot be exported: expected one that torch.export can trace; "
+            f"policy={type(deployed.policy).__name__} cannot be exported: expected one that torch.export can trace; "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -128,8 +127,8 @@ def describe(
 ) -> dict[str, Any]:
     """Return a description of an exported policy for a JSON file."""
     algorithm: Any = model
-    deployed = DeployedPolicy(algorithm.acting_policy(), algorithm.action_space, deterministic=True)
-    inputs = example_inputs(deployed.policy, algorithm.observation_space)
+    deployed = _deployed(algorithm)
+    inputs = deployed.example()
     observations, *memory = inputs
     output = deployed(*inputs)
     return {
@@ -140,8 +139,8 @@ def describe(
         "env_id": env_id,
         "env_steps": algorithm.env_steps,
         "score": None if score is None else dict(score),
-        "observation_space": _finite(space_to_dict(acting_space(deployed.policy, algorithm.observation_space))),
-        "action_space": _finite(space_to_dict(algorithm.action_space)),
+        "observation_space": _finite(space_to_dict(deployed.observation_space)),
+        "action_space": _finite(space_to_dict(deployed.action_space)),
         "observations": map_leaves(_describe_row, observations),
         "memory": map_leaves(_describe_row, memory[0]) if memory else None,
         "inputs": _describe_named(input_names(inputs), inputs),
@@ -168,21 +167,21 @@ def _finite(x: Any) -> Any:  # noqa: ANN401 - the description of a space
 
 
 def save_onnx(
-    program: ExportedProgram, deployed: DeployedPolicy, inputs: tuple[Nested, ...], description: str, path: Path
+    program: ExportedProgram, deployed: DeployedPolicy, description: str, path: Path
 ) -> Callable[..., Nested]:
     """Write the program of a policy as an ONNX model; return the model in onnxruntime, to be called like the program.
 
-    `inputs` are examples. An operator without a counterpart in ONNX, or in onnxruntime, raises a `ConfigurationError`.
+    An operator without a counterpart in ONNX, or in onnxruntime, raises a `ConfigurationError`.
     """
-    dtype = next(deployed.parameters()).dtype
-    if dtype not in (torch.float32, torch.float64):
-        raise ConfigurationError(f"format='onnx': the policy is in {dtype}: expected float32 or float64")
+    if deployed.dtype not in (torch.float32, torch.float64):
+        raise ConfigurationError(f"format='onnx': the policy is in {deployed.dtype}: expected float32 or float64")
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
     # The exporter would warn of packages that are not needed, and print its progress.
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
+    inputs = deployed.example()
     outputs = output_names(_seeded(deployed, inputs), has_memory=len(inputs) > 1)
     feed_names, names = leaves(input_names(inputs)), leaves(outputs)
     try:
@@ -278,20 +277,19 @@ def export_policy(
         RoundTripError: A program does not act like the policy.
     """
     check_options(format, programs)
-    algorithm: Any = model
     folder = Path(folder)
     _check_replaceable("folder", folder)
     files = _files(format, programs)
     about = describe(model, env_id, score) | {"program_format": format, "programs": files}
     text = json.dumps(about, indent=2, allow_nan=False) + "\n"
-    steps = _steps(algorithm.acting_policy(), algorithm.observation_space, observations)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as scratch:
         new = Path(scratch) / "new"
         new.mkdir()
         for name, file in files.items():
-            program, deployed = _save(algorithm, name == "greedy", format, new / file, text)
-            _compare(file, program, deployed, steps, algorithm.action_space, format == "torch_export")
+            deployed = _deployed(model, name)
+            program = _save(deployed, format, new / file, text)
+            _compare(file, program, deployed, _steps(deployed, observations), format == "torch_export")
         (new / METADATA).write_text(text)
         if folder.exists():
             os.replace(folder, Path(scratch) / "old")
@@ -305,7 +303,7 @@ def check_exportable(
     """Raise a `ConfigurationError` if a policy cannot be exported; its programs are not compared with it."""
     with tempfile.TemporaryDirectory() as scratch:
         for name, file in _files(format_, programs).items():
-            _save(model, name == "greedy", format_, Path(scratch) / file, "")
+            _save(_deployed(model, name), format_, Path(scratch) / file, "")
 
 
 def first_steps(observations: Nested) -> list[Nested]:
@@ -314,39 +312,32 @@ def first_steps(observations: Nested) -> list[Nested]:
     return [map_leaves(lambda x: x[step], few) for step in range(len(first_leaf(few)))]  # noqa: B023 - called at once
 
 
-def _steps(
-    policy: nn.Module, observation_space: spaces.Space[Any], observations: Sequence[Nested] | None
-) -> list[Nested]:
+def _deployed(model: Any, program: str = "greedy") -> DeployedPolicy:  # noqa: ANN401 - an algorithm
+    policy = model.acting_policy()  # with whole parameters
+    return DeployedPolicy(policy, model.observation_space, model.action_space, program == "greedy")
+
+
+def _steps(deployed: DeployedPolicy, observations: Sequence[Nested] | None) -> list[Nested]:
     if observations is None:
-        return [example_observations(policy, observation_space, seed) for seed in range(_MAX_STEPS)]
-    dtype, space = next(policy.parameters()).dtype, acting_space(policy, observation_space)
+        return [deployed.example(seed)[0] for seed in range(_MAX_STEPS)]
 
     def rows(observation: Nested, path: str, leaf: spaces.Space[Any]) -> Tensor:
         part = part_at(observation, path)
         array = part.cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
-        return torch.from_numpy(array[:_MAX_ROWS].astype(observation_dtype(leaf, dtype)))
+        return torch.from_numpy(array[:_MAX_ROWS].astype(observation_dtype(leaf, deployed.dtype)))
 
-    return [map_paths(functools.partial(rows, x), space) for x in observations[:_MAX_STEPS]]
+    return [map_paths(functools.partial(rows, x), deployed.observation_space) for x in observations[:_MAX_STEPS]]
 
 
-def _save(
-    model: Any,  # noqa: ANN401 - an algorithm
-    greedy: bool,
-    format_: ExportFormat,
-    path: Path,
-    about: str,
-) -> tuple[Callable[..., Nested], DeployedPolicy]:
-    policy = model.acting_policy()  # with whole parameters
-    deployed = DeployedPolicy(policy, model.action_space, greedy)
-    program = export_program(policy, model.observation_space, model.action_space, greedy)
+def _save(deployed: DeployedPolicy, format_: ExportFormat, path: Path, about: str) -> Callable[..., Nested]:
+    program = export_program(deployed)
     if format_ == "onnx":
-        inputs = example_inputs(deployed.policy, model.observation_space)
-        return save_onnx(program, deployed, inputs, about, path), deployed
+        return save_onnx(program, deployed, about, path)
     with warnings.catch_warnings():
         # A warning about constants that are views of each other.
         warnings.filterwarnings("ignore", "No complete tensor found in the group")
         torch.export.save(program, path, extra_files={METADATA: about})
-    return torch.export.load(path).module(), deployed
+    return torch.export.load(path).module()
 
 
 def _compare(
@@ -354,7 +345,6 @@ def _compare(
     program: Callable[..., Nested],
     deployed: DeployedPolicy,
     observations: Sequence[Nested],
-    action_space: spaces.Space[Any],
     same_random_numbers: bool,
 ) -> None:
     """Raise a `RoundTripError` unless a program acts like the policy on the observations of consecutive steps.
@@ -362,17 +352,16 @@ def _compare(
     All rows are compared, and the first one alone. Samples only have to be in the action space, unless a seeded program
     draws the same ones as the policy (`same_random_numbers`).
     """
-    recurrent = as_recurrent(deployed.policy)
     for num_rows in {len(first_leaf(observations[0])), 1}:
-        memory = () if recurrent is None else (recurrent.initial_memory(num_rows, critic=False),)
+        memory = deployed.initial_memory(num_rows)
         for step, batch in enumerate(observations):
             inputs = (map_leaves(lambda x: x[:num_rows], batch), *memory)  # noqa: B023 - called at once
             found, expected = _seeded(program, inputs), _seeded(deployed, inputs)
             where = f"{name}, step {step} of {len(observations)}, {num_rows} rows"
-            memory = () if recurrent is None else (expected[1],)
             if not (deployed.deterministic or same_random_numbers):
-                _check_samples(where, found if recurrent is None else found[0], action_space)
-                found, expected = ((), ()) if recurrent is None else (found[1], expected[1])
+                _check_samples(where, found[0] if memory else found, deployed.action_space)
+                found, expected = (found[1:], expected[1:]) if memory else ((), ())
+            memory = expected[-1:] if memory else ()
             try:
                 torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
             except AssertionError as error:

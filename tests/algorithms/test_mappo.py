@@ -12,7 +12,7 @@ from lightning_rl.masks import ActionMask
 from lightning_rl.nested import without
 from lightning_rl.policies.actor_critic import PolicyConfig
 from lightning_rl.spaces import sampled_observations
-from lightning_rl.tools.export import export_program
+from lightning_rl.tools.export import DeployedPolicy, export_program
 from lightning_rl.validation import ConfigurationError
 from tests.environments.test_pettingzoo import BOX, RELAY
 from tests.helpers import Recorder, make_data, make_trainer, merged, parameters_of
@@ -212,7 +212,7 @@ def test_two_agents_learn_to_act_together(share_policy):
 
 def test_exported_actor_needs_no_state():
     model = make_mappo(share_policy=False, normalization={"observations": True})
-    program = export_program(model.policy, model.observation_space, model.action_space, deterministic=True).module()
+    program = export_program(DeployedPolicy(model.policy, model.observation_space, model.action_space)).module()
     rows = without(observed(), ["state"])
     assert torch.equal(program(rows), model.policy.act(rows, deterministic=True).action)
 

@@ -20,7 +20,7 @@ from lightning_rl.nested import first_leaf, leaves, map_leaves, map_space, part_
 from lightning_rl.policies.interface import to_environment
 from lightning_rl.spaces import observation_dtype, space_from_dict
 from lightning_rl.tools import export
-from lightning_rl.tools.export import RoundTripError, export_policy, export_program
+from lightning_rl.tools.export import DeployedPolicy, RoundTripError, export_policy, export_program
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import DISCRETE, VECTOR, merged
 from tests.nested_probes import SENSORS
@@ -149,7 +149,9 @@ def test_exported_programs_act_like_policies_without_this_package(tmp_path):
 
 def test_exported_program_never_takes_masked_actions():
     model = make("masks")
-    program = export_program(model.policy, model.observation_space, model.action_space, deterministic=False).module()
+    program = export_program(
+        DeployedPolicy(model.policy, model.observation_space, model.action_space, deterministic=False)
+    ).module()
     allowed = torch.tensor([[1, 0, 1], [0, 1, 0]], dtype=torch.bool).repeat_interleave(200, 0)
     mask = allowed.to(observations(model, 1)["action_mask"].dtype)
     # Before PyTorch 2.10, programs need dicts in the order of the space.
@@ -161,11 +163,15 @@ def test_exported_program_never_takes_masked_actions():
 
 def test_exported_actions_respect_bounds_and_discrete_start():
     model = make("normalised_gaussian")
-    program = export_program(model.policy, model.observation_space, model.action_space, deterministic=False).module()
+    program = export_program(
+        DeployedPolicy(model.policy, model.observation_space, model.action_space, deterministic=False)
+    ).module()
     actions = program(torch.randn(500, 3))
     assert (actions.min(0)[0].tolist(), actions.max(0)[0].tolist()) == ([-2, -1], [1, 3])
     model = make("nested")
-    program = export_program(model.policy, model.observation_space, model.action_space, deterministic=False).module()
+    program = export_program(
+        DeployedPolicy(model.policy, model.observation_space, model.action_space, deterministic=False)
+    ).module()
     (example,) = inputs(model, 200)
     assert set(program(example)["move"].tolist()) == {-1, 0, 1}
 
@@ -299,7 +305,7 @@ def test_program_that_differs_on_given_observations_is_not_written(tmp_path, mon
     model.policy.observation_normalizer = other.policy.observation_normalizer = None
     with torch.no_grad():
         next(other.policy.actor_encoder.parameters())[:, 2] += 0.01
-    program = export_program(other.policy, other.observation_space, other.action_space)
+    program = export_program(DeployedPolicy(other.policy, other.observation_space, other.action_space))
     monkeypatch.setattr(export, "export_program", lambda *_: program)
     unseen, seen = np.float32([[[1, 2, 0], [3, 1, 0]]] * 3), np.float32([[[1, 2, 1], [3, 1, 1]]] * 3)
     export_policy(model, tmp_path / "policy", programs=["greedy"], observations=unseen)
