@@ -88,7 +88,7 @@ def find_logs(path: str | Path) -> list[Log]:
     folders = sorted({found.parent for kind in (EVENTS, ROWS) for found in root.rglob(kind)})
     if not folders:
         raise ConfigurationError(f"{str(path)!r} has no log: expected a folder with {EVENTS} or {ROWS} in it or below")
-    return [_read_log(folder, root) for folder in folders]
+    return [_read_log(folder) for folder in folders]
 
 
 def joined(logs: Iterable[Log]) -> list[Log]:
@@ -204,10 +204,10 @@ def _common_steps(runs: Sequence[Series]) -> Array:
     return steps if len(steps) <= _MAX_POINTS else np.linspace(first, last, _MAX_POINTS)
 
 
-def _read_log(folder: Path, root: Path) -> Log:
+def _read_log(folder: Path) -> Log:
     pointer = folder / RUN_FOLDER
     run = (folder / pointer.read_text().strip()).resolve() if pointer.is_file() else None
-    configs = _configurations(folder, root) if run is None else _configurations(run, run)
+    configs = [read_yaml(path, "config") or {} for path in configurations(run or folder)]
     settings = dict(_flat(configs[-1])) if configs else {}
     changed = [change for before, after in pairwise(configs) for change in changes(before, after)]
     seeds = {key: seed for key in _SEEDS if (seed := settings.get(key)) is not None and seed is not False}
@@ -256,15 +256,6 @@ def _rows(path: Path) -> Iterator[tuple[str, float, float]]:
             why = f"{type(error).__name__}: {str(error)[:_MAX_SHOWN]}"
             where = f"{str(path)!r}, line {reader.line_num}"
             raise ConfigurationError(f"{where}: expected the rows of CSVLogger: {why}") from error
-
-
-def _configurations(folder: Path, root: Path) -> list[dict[str, Any]]:
-    for place in (folder, *folder.parents):
-        if found := configurations(place):
-            return [read_yaml(path, "config") or {} for path in found]
-        if place == root:
-            break
-    return []
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
