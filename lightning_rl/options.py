@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_args, get_type_hints
 
 from lightning_rl.validation import ConfigurationError, check, check_type, did_you_mean
@@ -138,19 +138,15 @@ def flat(options: Mapping[str, Any], groups: Mapping[str, Group]) -> dict[str, A
     """
     result: dict[str, Any] = {}
     for name, value in options.items():
-        result |= _leaves(name, changed(name, groups[name], value), groups[name]) if name in groups else {name: value}
+        result |= _leaves(name, changed(name, groups[name], value)) if name in groups else {name: value}
     return result
 
 
-def _leaves(name: str, value: Any, default: Any) -> dict[str, Any]:  # noqa: ANN401
-    if not is_dataclass(default):  # a dataclass that is the value of an option is no group
+def _leaves(name: str, value: Any) -> dict[str, Any]:  # noqa: ANN401
+    if not is_dataclass(value):
         return {name: value}
     return {
-        key: leaf
-        for field in fields(default)
-        for key, leaf in _leaves(
-            f"{name}.{field.name}", getattr(value, field.name), getattr(default, field.name)
-        ).items()
+        key: leaf for field, inner in vars(value).items() for key, leaf in _leaves(f"{name}.{field}", inner).items()
     }
 
 
