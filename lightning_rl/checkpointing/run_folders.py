@@ -10,11 +10,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
-from lightning_rl.checkpointing.atomic import LastCheckpoint
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, is_weights_only, read_checkpoint
 from lightning_rl.files import DamagedFileError, check_intact
 from lightning_rl.validation import ConfigurationError, make_folder
@@ -229,22 +226,3 @@ def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
         if steps > env_steps or _damage(path):  # damaged: an earlier one was chosen
             return None
     return run_dir
-
-
-def default_checkpoints(folder: Path, given: list[Callback], validates: bool) -> list[Callback]:
-    """Return callbacks that save the last checkpoint and, unless `given` monitors another value, the best one."""
-    added: list[Callback] = []
-    for callback in given:  # `--ckpt_path last` looks in `folder`
-        if isinstance(callback, LastCheckpoint) and callback.dirpath is None:
-            callback.dirpath = str(folder)
-    monitors = any(isinstance(callback, ModelCheckpoint) and callback.monitor not in KEEP_NEWEST for callback in given)
-    if validates and not monitors:
-        added.append(ModelCheckpoint(folder, "best-{step}", monitor="val/episode_return", mode="max"))
-    if not has_any(given, LastCheckpoint):
-        added.append(LastCheckpoint(folder))
-    return added
-
-
-def has_any(callbacks: list[Callback], kind: type[Callback]) -> bool:
-    """Whether one of the callbacks is of a kind."""
-    return any(isinstance(callback, kind) for callback in callbacks)

@@ -235,15 +235,19 @@ class OnPolicyCLI(LightningCLI):
 
     def _default_callbacks(self, config: Namespace, given: list[Callback]) -> Iterator[Callback]:
         """Yield the callbacks that options of the run ask for, and the default ones that the configuration lacks."""
+
+        def has_any(kind: type[Callback]) -> bool:
+            return any(isinstance(callback, kind) for callback in given)
+
         if self._fits:
             limit = self._option("max_env_steps")
             has_end = config.max_epochs is not None or config.max_steps != -1 or config.max_time is not None
-            has_end = has_end or config.fast_dev_run or run_folders.has_any(given, EnvStepLimit)
+            has_end = has_end or config.fast_dev_run or has_any(EnvStepLimit)
             if limit is not None or not has_end:
                 yield EnvStepLimit(DEFAULT_ENV_STEPS if limit is None else limit)
-        if config.enable_progress_bar is not False and not run_folders.has_any(given, ProgressBar):
+        if config.enable_progress_bar is not False and not has_any(ProgressBar):
             yield EnvStepProgressBar()
-        if config.enable_model_summary is not False and not run_folders.has_any(given, ModelSummary):
+        if config.enable_model_summary is not False and not has_any(ModelSummary):
             yield PolicySummary()
         if self.subcommand == "predict":
             if (folder := self._option("record")) is not None:
@@ -251,7 +255,14 @@ class OnPolicyCLI(LightningCLI):
             yield EpisodeLines()  # after the progress bar, which is closed by then
         if self._fits and self.run_dir is not None and config.enable_checkpointing is not False:
             folder = self.run_dir / run_folders.CHECKPOINTS
-            yield from run_folders.default_checkpoints(folder, given, validates=config.limit_val_batches != 0)
+            savers = [callback for callback in given if isinstance(callback, ModelCheckpoint)]
+            for callback in savers:  # `--ckpt_path last` looks in `folder`
+                if isinstance(callback, LastCheckpoint) and callback.dirpath is None:
+                    callback.dirpath = str(folder)
+            if config.limit_val_batches != 0 and all(x.monitor in run_folders.KEEP_NEWEST for x in savers):
+                yield ModelCheckpoint(folder, "best-{step}", monitor="val/episode_return", mode="max")
+            if not has_any(LastCheckpoint):
+                yield LastCheckpoint(folder)
 
     def fit(self, **kwargs: Any) -> None:  # noqa: ANN401
         """Train. Print where and until when, and after an interruption the command that resumes the run."""
