@@ -43,6 +43,8 @@ TOLERANCE = 1e-5
 """Maximum absolute plus relative difference between a program and the policy."""
 _SUFFIXES: dict[ExportFormat, str] = {"torch_export": ".pt2", "onnx": ".onnx"}
 _MAX_STEPS = _MAX_ROWS = 8
+INPUTS, OUTPUTS = ("observation", "memory"), ("action", "next_memory")
+"""Names of inputs and outputs; memory is left out if the policy has none."""
 _ONNX_METADATA = "policy"  # key of the description in an ONNX model
 FORMAT = 2
 """Format of the description; every change to its content needs the next number."""
@@ -109,16 +111,10 @@ def export_program(deployed: DeployedPolicy) -> ExportedProgram:
         ) from error
 
 
-def input_names(inputs: tuple[Nested, ...]) -> tuple[Nested, ...]:
-    """Return a name for each input: `observation`, or `observation.arm.0` in nested ones, and `memory`."""
-    return tuple(nested_paths(x, name) for x, name in zip(inputs, ("observation", "memory"), strict=False))
-
-
-def output_names(output: Nested, has_memory: bool) -> Nested:
-    """Return a name for each output: `action`, or `action.arm.0` in nested ones, and `next_memory`."""
-    if not has_memory:
-        return nested_paths(output, "action")
-    return nested_paths(output[0], "action"), nested_paths(output[1], "next_memory")
+def named_leaves(parts: tuple[Nested, ...], *names: str) -> dict[str, Tensor]:
+    """Return each leaf of inputs or outputs by its name: `observation`, or `observation.arm.0` in nested ones."""
+    named = [(nested_paths(part, name), part) for part, name in zip(parts, names, strict=False)]
+    return {path: x for paths, part in named for path, x in zip(leaves(paths), leaves(part), strict=True)}
 
 
 @torch.no_grad()
@@ -131,6 +127,8 @@ def describe(
     inputs = deployed.example()
     observations, *memory = inputs
     output = deployed(*inputs)
+    named_inputs = named_leaves(inputs, *INPUTS)
+    named_outputs = named_leaves(output if memory else (output,), *OUTPUTS)
     return {
         "format": FORMAT,
         "version": __version__,
@@ -143,14 +141,9 @@ def describe(
         "action_space": _finite(space_to_dict(deployed.action_space)),
         "observations": map_leaves(_describe_row, observations),
         "memory": map_leaves(_describe_row, memory[0]) if memory else None,
-        "inputs": _describe_named(input_names(inputs), inputs),
-        "outputs": _describe_named(output_names(output, bool(memory)), output),
+        "inputs": [{"name": name, **_describe_row(x)} for name, x in named_inputs.items()],
+        "outputs": [{"name": name, **_describe_row(x)} for name, x in named_outputs.items()],
     }
-
-
-def _describe_named(names: Nested, tensors: Nested) -> list[dict[str, Any]]:
-    pairs = zip(leaves(names), leaves(tensors), strict=True)
-    return [{"name": name, **_describe_row(x)} for name, x in pairs]
 
 
 def _describe_row(x: Tensor) -> dict[str, Any]:
@@ -182,8 +175,9 @@ def save_onnx(
     # The exporter would warn of packages that are not needed, and print its progress.
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
     inputs = deployed.example()
-    outputs = output_names(_seeded(deployed, inputs), has_memory=len(inputs) > 1)
-    feed_names, names = leaves(input_names(inputs)), leaves(outputs)
+    outputs = _seeded(deployed, inputs)
+    input_names = list(named_leaves(inputs, *INPUTS))
+    output_names = list(named_leaves(outputs if len(inputs) > 1 else (outputs,), *OUTPUTS))
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -192,8 +186,8 @@ def save_onnx(
                 dynamo=True,
                 optimize=False,  # runtimes optimize the model
                 verbose=False,
-                input_names=feed_names,
-                output_names=names,
+                input_names=input_names,
+                output_names=output_names,
             )
         for value in (*model.model.graph.inputs, *model.model.graph.outputs):
             value.shape[0] = "batch"
@@ -209,9 +203,9 @@ def save_onnx(
         ) from error
 
     def run(*given: Nested) -> Nested:
-        feed = {name: x.numpy() for name, x in zip(feed_names, leaves(given), strict=True)}
-        found = dict(zip(names, session.run(names, feed), strict=True))
-        return map_leaves(lambda name: torch.from_numpy(np.asarray(found[name])), outputs)
+        feed = {name: x.numpy() for name, x in zip(input_names, leaves(given), strict=True)}
+        found = iter(session.run(output_names, feed))
+        return map_leaves(lambda _: torch.from_numpy(np.asarray(next(found))), outputs)
 
     return run
 
