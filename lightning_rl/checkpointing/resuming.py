@@ -10,7 +10,6 @@ import lightning
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl import __version__
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO
@@ -21,7 +20,7 @@ from lightning_rl.training.normalizers import reward_scale
 from lightning_rl.training.optimizers import SCHEDULER, has_own_critic_optimizer, optimizers_and_schedulers
 from lightning_rl.training.parameter_groups import SCALE
 from lightning_rl.training.schedules import parse_schedule
-from lightning_rl.validation import FROM_COMMAND_LINE, ConfigurationError, import_class, loading
+from lightning_rl.validation import FROM_COMMAND_LINE, ConfigurationError
 
 _NETWORK_OPTIONS = tuple(
     f"policy.{name}"
@@ -180,16 +179,10 @@ def _effects(stored: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str
 
 def _same_class(stored: Mapping[str, Any], own: Mapping[str, Any], group: str) -> bool:
     """Whether the optimizer or scheduler of a group of options keeps its class, by whatever path it is named."""
-    before, now = stored.get(f"{group}.name"), own[f"{group}.name"]
-    if before is None or now is None or before == now:
-        return bool(before == now)
-    kinds = (Optimizer, LRScheduler)
-    try:
-        with loading():
-            found = import_class("ckpt_path", before, kinds)
-    except ConfigurationError:  # the module is not used by this run
-        return False
-    return found is import_class(f"{group}.name", now, kinds)
+    # `torch.optim.Adam` is `torch.optim.adam.Adam`. Nothing that a checkpoint names is imported.
+    names = [options.get(f"{group}.name") or "" for options in (stored, own)]
+    before, now = ((name.partition(".")[0], name.rpartition(".")[2]) for name in names)
+    return before == now
 
 
 def _same_optimizers(stored: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
