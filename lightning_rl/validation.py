@@ -235,29 +235,12 @@ def to_class_spec(field: str, value: ClassSpec | Callable[..., Any] | str) -> Cl
         return {"class_path": class_path, "init_args": dict(init_args or {})}
     if isinstance(value, partial) and not value.args:
         return {**to_class_spec(field, value.func), "init_args": dict(value.keywords)}
-    if (path := _path_of(value)) is not None:
-        return {"class_path": path, "init_args": {}}
+    if inspect.isclass(value) and "<locals>" not in value.__qualname__:
+        return {"class_path": f"{value.__module__}.{value.__qualname__}", "init_args": {}}
     raise ConfigurationError(
         f"{field}={value!r} cannot be stored in a checkpoint: expected a class, functools.partial(Class, key=value) "
         "or {'class_path': 'package.Class', 'init_args': {...}}"
     )
-
-
-def class_path(field: str, value: type[Any] | str) -> str:
-    """Return the import path of a class; a `ConfigurationError` if the class cannot be imported by its name."""
-    if isinstance(value, str):
-        return value
-    path = _path_of(value)
-    check(
-        path is not None, field, value, "a class that can be imported, or its path; its arguments belong into options"
-    )
-    return str(path)
-
-
-def _path_of(value: object) -> str | None:
-    if not inspect.isclass(value) or "<locals>" in value.__qualname__:
-        return None
-    return f"{value.__module__}.{value.__qualname__}"
 
 
 def to_class_specs(field: str, value: Sequence[ClassSpec | Callable[..., Any] | str] | None) -> list[ClassSpec]:

@@ -53,8 +53,8 @@ from lightning_rl.validation import (
     check,
     check_number,
     check_type,
-    class_path,
     is_one_of,
+    to_class_spec,
     to_plain_data,
 )
 
@@ -69,7 +69,9 @@ def plain_options(given: Mapping[str, Any]) -> dict[str, Any]:
         if name in ("observation_space", "action_space"):
             plain[name] = space_to_dict(value, name)
         elif name in _CLASSES and value is not None:
-            plain[name] = class_path(name, value)
+            expected = "a class that can be imported, or its path; its arguments belong into options"
+            check(isinstance(value, str | type), name, value, expected)
+            plain[name] = to_class_spec(name, value)["class_path"]
         elif name == "policy.network" and not isinstance(value, str):
             plain[name] = network_to_plain_data(value)
         elif name == "optimizer.groups":
