@@ -128,7 +128,7 @@ class OnPolicyCLI(LightningCLI):
             check(given is None or config.get(other) is not None, option, given, f"null, or {other} beside it")
         data = data.init_args if self.subclass_mode_data else data
         for group in default_groups(RolloutDataModule):
-            check(group not in data or data[group] is not None, f"data.{group}", None, "a dict of its options")
+            check(data.get(group, {}) is not None, f"data.{group}", None, "a dict of its options")
         env_id = data.get("env_id", "environment")
         self._root = run_folders.run_root(config.trainer.default_root_dir, algorithm, env_id)
         name = path = config.ckpt_path
@@ -161,8 +161,7 @@ class OnPolicyCLI(LightningCLI):
             if dropped := unknown_settings("model", parameters_of(algorithm)):
                 say(f"WARNING: dropped {', '.join(dropped)}, which {algorithm.__name__} does not have.")
             for group in default_groups(algorithm):
-                given = group not in model.init_args or model.init_args[group] is not None
-                check(given, f"model.{group}", None, "a dict of its options")
+                check(model.init_args.get(group, {}) is not None, f"model.{group}", None, "a dict of its options")
         super().instantiate_classes()
         self._set_num_threads()
         if isinstance(handler := signal.getsignal(signal.SIGTERM), EarlyTermination):
