@@ -79,8 +79,10 @@ def read_data(
     source: str | Path | IO[bytes],
     map_location: Any = None,  # noqa: ANN401 - as torch.load has it
     weights_only: bool | None = None,
+    field: str = "ckpt_path",
 ) -> dict[str, Any]:
-    """Read a checkpoint from a file or URL; nothing is unpickled unless `weights_only` is False."""
+    """Read a checkpoint from an intact file or URL; nothing is unpickled unless `weights_only` is False."""
+    check_intact(source, field)
     # Lightning 2.5 unpickles all checkpoints by default, later versions those from URLs.
     options: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only is not False}
     if not isinstance(source, str | Path):

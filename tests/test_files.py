@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from lightning_rl import PPO, FailedUpdate
+from lightning_rl import PPO, FailedUpdate, RolloutDataModule
 from lightning_rl.checkpointing.format import read_checkpoint
 from lightning_rl.files import DamagedFileError, check_intact
 from lightning_rl.tools.hub import make_hub_folder
@@ -159,6 +159,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "Trainer.validate": validate,
     "init_from": lambda path: make_model(make_data()).init_from(path),
     "load_from_checkpoint": PPO.load_from_checkpoint,
+    "RolloutDataModule": lambda path: RolloutDataModule.load_from_checkpoint(path, env_id="CartPole-v1", num_envs=2),
     "load_algorithm": load_algorithm,
     "load_data": load_data,
     "make_hub_folder": lambda path: make_hub_folder(

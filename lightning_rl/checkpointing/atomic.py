@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore
 
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY
 from lightning_rl.distributed import gather_ranks
-from lightning_rl.files import check_intact, read_data
+from lightning_rl.files import read_data
 from lightning_rl.training.clock import ends_epoch, validates_now
 from lightning_rl.validation import ConfigurationError, ExplainedError, check
 
@@ -48,7 +48,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self, path: str | Path, map_location: object = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint whose checksums match; nothing is unpickled unless `weights_only` is False."""
-        check_intact(path)
         return read_data(path, map_location, weights_only)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:

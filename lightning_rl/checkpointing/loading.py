@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lightning_rl
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format
-from lightning_rl.files import check_intact, read_data
+from lightning_rl.files import read_data
 from lightning_rl.options import changed, default_groups, parameters_of
 from lightning_rl.training.normalizers import reward_scale
 from lightning_rl.training.parameter_groups import PARTS, Part, part_of
@@ -32,8 +32,7 @@ def from_checkpoint(
     given: Mapping[str, Any],
 ) -> Any:  # noqa: ANN401 - an instance of `cls`
     """Return an algorithm of a class from its checkpoint, with the options `given` changed."""
-    check_intact(source, "checkpoint_path")
-    checkpoint = read_data(source, map_location or _nearest_device, weights_only)
+    checkpoint = read_data(source, map_location or _nearest_device, weights_only, "checkpoint_path")
     check_format(checkpoint)
     stored, saved = checkpoint["hyper_parameters"], checkpoint[CHECKPOINT_KEY]["algorithm"]
     with loading(trust):

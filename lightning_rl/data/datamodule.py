@@ -184,7 +184,7 @@ class RolloutDataModule(LightningDataModule):
         other options are keyword arguments.
         """
         check(hparams_file is None, "hparams_file", hparams_file, "None; pass options as keyword arguments")
-        checkpoint = read_data(checkpoint_path, map_location, weights_only)
+        checkpoint = read_data(checkpoint_path, map_location, weights_only, "checkpoint_path")
         with loading(trust):
             stored = constructor_options(cls, checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}))
             data = cls(**stored | kwargs)

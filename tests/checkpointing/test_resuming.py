@@ -87,6 +87,12 @@ def test_new_optimizer_arguments_keep_stored_state(resume, tmp_path):
     assert after["state"][0]["step"] == before["state"][0]["step"] * 5 / 4
 
 
+def test_other_path_of_the_optimizer_class_keeps_stored_state(resume):
+    changed = SETTINGS["scheduler"][1]["optimizer"] | {"name": torch.optim.RMSprop}
+    _, (message,) = resume("scheduler", stop=5, model={"optimizer": changed})
+    assert "torch.optim.rmsprop.RMSprop" in message and message.endswith(", with the stored state")
+
+
 def test_new_scheduler_arguments_keep_stored_state(resume):
     changed = merged(SETTINGS["scheduler"][1]["optimizer"], {"scheduler": {"options": {"gamma": 0.5}}})
     model, (message,) = resume("scheduler", model={"optimizer": changed})
