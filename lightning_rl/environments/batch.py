@@ -305,6 +305,13 @@ def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
     return {**state, **counts, "environments": [*kept, *beginning]}
 
 
+def to_array(x: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401
+    """Return a tensor's values as an array."""
+    if not isinstance(x, torch.Tensor):
+        return np.asarray(x)
+    return (x.float() if x.dtype == torch.bfloat16 else x).detach().cpu().numpy()  # NumPy has no bfloat16
+
+
 def set_vector_attributes(env: VectorEnv[Any, Any, Any], settings: EnvSettings) -> None:
     """Set attributes of the outermost wrapper that has them, or of the vector environment itself."""
     attributes, reset_options = settings
@@ -482,26 +489,25 @@ class EnvironmentBatch:
         A single number applies to all rows; other values raise a `ConfigurationError`. In `SAME_STEP` mode the `info`
         of a final step is in `final_info`, beside the `info` of the reset; without `final_info`, the only one counts.
         """
-        present = np.ones(self.num_envs, bool) if step.valid is None else step.valid
-        sources = [(step.infos, present)]
-        if self.mode is AutoresetMode.SAME_STEP and step.final_observations:
-            ended = step.terminated | step.truncated
-            sources = [(step.infos, present & ~ended), (step.infos.get("final_info", step.infos), ended)]
-        found = torch.full((self.num_envs,), torch.nan, dtype=torch.float64)
-        for infos, mask in sources:
-            if key in infos:
-                values = np.asarray(infos[key])
-                if values.ndim == 0 and values.dtype.kind in "biuf":  # one number for all environments
-                    values = np.broadcast_to(values, self.num_envs)
-                for index in np.flatnonzero(mask & np.asarray(infos.get(f"_{key}", True), bool)).tolist():
-                    try:
-                        found[index] = float(values[index])
-                    except (TypeError, ValueError, IndexError):
-                        value = values[index] if values.ndim else infos[key]
-                        raise ConfigurationError(
-                            f"info_keys={key!r} is not valid: info[{key!r}] is {value!r}, expected a number"
-                        ) from None
-        return found
+        valid = np.ones(self.num_envs, bool) if step.valid is None else to_array(step.valid)
+        sources = [(step.infos, valid)]
+        if self.mode is AutoresetMode.SAME_STEP and "final_info" in step.infos:
+            ended = to_array(step.terminated | step.truncated)
+            sources = [(step.infos, valid & ~ended), (step.infos["final_info"], ended)]
+        numbers = np.full(self.num_envs, np.nan)
+        for infos, rows in sources:
+            given = to_array(infos.get(key, np.nan)).ravel()
+            expected = f"one number or {self.num_envs} in info[{key!r}], got {len(given)}"
+            check(len(given) in (1, self.num_envs), "info_keys", key, expected)
+            present = rows & to_array(infos.get(f"_{key}", True))
+            try:
+                numbers[present] = np.broadcast_to(given, self.num_envs)[present]
+            except (TypeError, ValueError):
+                wrong = next(x for x in given if not isinstance(x, int | float | np.number | np.bool_))
+                raise ConfigurationError(
+                    f"info_keys={key!r} is not valid: info[{key!r}] is {wrong!r}, expected a number"
+                ) from None
+        return torch.from_numpy(numbers)
 
     def check_finite(self) -> None:
         """Do nothing: `step` checks every value."""

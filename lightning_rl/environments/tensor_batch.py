@@ -12,7 +12,7 @@ from gymnasium.wrappers.vector import TransformReward
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
 
-from lightning_rl.environments.batch import EnvironmentBatch, Step, check_values
+from lightning_rl.environments.batch import EnvironmentBatch, Step, check_values, to_array
 from lightning_rl.environments.contract import EnvironmentFailure, autoreset_mode, to_arrays, to_tensors
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
 from lightning_rl.validation import check
@@ -99,25 +99,6 @@ class TensorEnvironments(EnvironmentBatch):
             indices = bad.nonzero().flatten().tolist()
             shown = ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
             raise EnvironmentFailure(f"environment {shown} returned an observation or reward that is NaN or infinite")
-
-    def info_values(self, step: Step, key: str) -> Tensor:
-        """Return the numbers under `info[key]`, `[B]`; NaN in rows that have no number or are not valid.
-
-        A single number applies to all rows; other shapes raise a `ConfigurationError`. In `SAME_STEP` mode the `info`
-        of a final step is in `final_info`, if present.
-        """
-
-        def numbers(infos: dict[str, Any]) -> Tensor:
-            found = torch.as_tensor(infos.get(key, torch.nan)).to("cpu", torch.float64, copy=True).flatten()
-            expected = f"one number or {self.num_envs} in info[{key!r}], got {len(found)}"
-            check(len(found) in (1, self.num_envs), "info_keys", key, expected)
-            present = torch.as_tensor(infos.get(f"_{key}", True)).to("cpu", torch.bool)
-            return found.expand(self.num_envs).where(present, torch.nan)
-
-        values = numbers(step.infos)
-        if self.mode is AutoresetMode.SAME_STEP and "final_info" in step.infos:
-            values = numbers(step.infos["final_info"]).where((step.terminated | step.truncated).cpu(), values)
-        return values if step.valid is None else values.where(step.valid.cpu(), torch.nan)
 
     @property
     def _own(self) -> Any:  # noqa: ANN401 - a vector environment
@@ -209,10 +190,3 @@ class AsArrays(VectorWrapper):
 
     def _to_tensor(self, x: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(x).to(first_leaf(self._observations).device)
-
-
-def to_array(x: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401
-    """Return a tensor's values as an array."""
-    if not isinstance(x, Tensor):
-        return np.asarray(x)
-    return (x.float() if x.dtype == torch.bfloat16 else x).detach().cpu().numpy()  # NumPy has no bfloat16
