@@ -91,7 +91,7 @@ def acting(env_id: str, num_envs: int, length: int, rollouts: int) -> dict[str, 
     sampler.start(0, 0, torch.device("cpu"), torch.float32)
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def call(*args: Any, **kwargs: Any) -> Any:
             begin = time.process_time()
             try:
                 return function(*args, **kwargs)

@@ -71,12 +71,12 @@ class Timers:
         self.calls: dict[str, int] = defaultdict(int)
         self._inner = [0.0]
 
-    def wrap(self, owner: Any, attribute: str, name: str) -> None:  # noqa: ANN401
+    def wrap(self, owner: Any, attribute: str, name: str) -> None:
         """Replace a method of a class by a timed one."""
         method: Callable[..., Any] = getattr(owner, attribute)
 
         @functools.wraps(method)
-        def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def timed(*args: Any, **kwargs: Any) -> Any:
             self._inner.append(0.0)
             start = time.process_time()
             try:

@@ -64,7 +64,7 @@ def run(seed: int, stages: list[dict[str, Any]] | None) -> dict[str, Any]:
     scores, began = Scores(), []
 
     class Watched(Curriculum):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:  # noqa: ANN401
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
             before = self.stage
             super().on_train_batch_end(trainer, pl_module, *args)
             began.extend([pl_module.env_steps] * (self.stage - before))

@@ -25,7 +25,7 @@ from lightning_rl import PPO, Distillation, EnvStepLimit, EnvStepValidation, Rol
 GOAL, EVERY = 475, 3_072
 
 
-def fit(config: str, seed: int, scores: Scores, path: Path, env: Any, **options: Any) -> None:  # noqa: ANN401
+def fit(config: str, seed: int, scores: Scores, path: Path, env: Any, **options: Any) -> None:
     """Train with a shipped configuration and other options, and save a checkpoint."""
     seed_everything(seed)
     settings = yaml.safe_load((ROOT / "configs" / config).read_text())

@@ -37,13 +37,13 @@ def with_hooks() -> None:
     """Call Lightning's hooks around backward passes and steps, as `EagerEngine` does."""
     backward = fast.FastEngine.backward
 
-    def backward_with_hooks(engine: fast.FastEngine, model: Any, loss: torch.Tensor) -> None:  # noqa: ANN401
+    def backward_with_hooks(engine: fast.FastEngine, model: Any, loss: torch.Tensor) -> None:
         precision = model.trainer.strategy.precision_plugin
         precision.pre_backward(loss, model)
         backward(engine, model, loss)
         precision.post_backward(loss, model)
 
-    def step(engine: fast.FastEngine, model: Any, optimizer: Any, counts: bool) -> None:  # noqa: ANN401
+    def step(engine: fast.FastEngine, model: Any, optimizer: Any, counts: bool) -> None:
         optimizer.step()
 
     fast.FastEngine.backward = backward_with_hooks  # type: ignore[method-assign]

@@ -115,7 +115,7 @@ class RunClock(Callback):
         self._start = self._now()
         self._report(env_steps)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Record the progress."""
         if time.monotonic() - self._recent[-1][0] >= _PROGRESS_SECONDS:
             self._report(int(pl_module.env_steps))  # type: ignore[arg-type]

@@ -103,7 +103,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(_format(content) + "\n")
 
 
-def _format(value: Any, depth: int = 1) -> str:  # noqa: ANN401 - JSON
+def _format(value: Any, depth: int = 1) -> str:  # JSON
     pad = "  " * depth
     if isinstance(value, dict) and value and (depth < 3 or len(json.dumps(value)) > 100):
         rows = [f"{pad}{json.dumps(key)}: {_format(item, depth + 1)}" for key, item in value.items()]

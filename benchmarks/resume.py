@@ -42,7 +42,7 @@ def nanoseconds_per_step(env: gymnasium.Env[Any, Any]) -> float:
 class Unrecorded(SeededEpisodes):
     """Seeds episodes like `SeededEpisodes`, without the log of actions and the checks of returned values."""
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step."""
         self.step_count += 1
         return self.env.step(action)

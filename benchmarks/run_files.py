@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
-def read_json(path: Path) -> Any:  # noqa: ANN401 - JSON
+def read_json(path: Path) -> Any:  # JSON
     """Return the content of a file; None if there is no such file."""
     try:
         return json.loads(path.read_text())
@@ -17,14 +17,14 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - JSON
         return None
 
 
-def replace_json(path: Path, content: Any) -> None:  # noqa: ANN401 - JSON
+def replace_json(path: Path, content: Any) -> None:  # JSON
     """Write a file atomically: readers find the old or the new content, also after a kill."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(json.dumps(content))
     unfinished.replace(path)
 
 
-def append_event(folder: Path, event: str, **more: Any) -> None:  # noqa: ANN401 - JSON
+def append_event(folder: Path, event: str, **more: Any) -> None:  # JSON
     """Add a line to the history of a run."""
     line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **more}
     with (folder / "history.jsonl").open("a") as file:

@@ -25,7 +25,7 @@ class Scores(Callback):
         self.lengths.append(round(float(trainer.callback_metrics["val/episode_length"]), 2))
 
 
-def quiet_trainer(*callbacks: Callback, **options: Any) -> Trainer:  # noqa: ANN401 - options of the Trainer
+def quiet_trainer(*callbacks: Callback, **options: Any) -> Trainer:  # options of the Trainer
     """Return a Trainer on the CPU without output and files."""
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     given = {"accelerator": "cpu", "num_sanity_val_steps": 0, **dict.fromkeys(off, False), **options}

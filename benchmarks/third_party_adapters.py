@@ -28,7 +28,7 @@ class Crafter(gymnasium.Env[np.ndarray, int]):
         return observation, float(reward), terminated, done and not terminated, {}
 
 
-def make_spread(num_envs: int, **kwargs: Any) -> gymnasium.vector.VectorEnv:  # noqa: ANN401 - of the environment
+def make_spread(num_envs: int, **kwargs: Any) -> gymnasium.vector.VectorEnv:  # of the environment
     """Return copies of MPE's simple spread; each agent is one row."""
     from mpe2 import simple_spread_v3
 
@@ -53,21 +53,21 @@ def make_pufferlib(num_envs: int, name: str) -> gymnasium.vector.VectorEnv:
     return env_creator(name)(num_envs=num_envs)
 
 
-def make_retro(game: str, **kwargs: Any) -> gymnasium.Env:  # noqa: ANN401 - of the environment
+def make_retro(game: str, **kwargs: Any) -> gymnasium.Env:  # of the environment
     """Return a game of Stable-Retro, which has a separate `make`."""
     import stable_retro
 
     return stable_retro.make(game, render_mode="rgb_array", **kwargs)
 
 
-def make_soft_robot(**kwargs: Any) -> gymnasium.Env:  # noqa: ANN401 - of the environment
+def make_soft_robot(**kwargs: Any) -> gymnasium.Env:  # of the environment
     """Return Evolution Gym's walker with a fixed body of 3 x 3 voxels."""
     import evogym.envs  # noqa: F401 - registers Walker-v0
 
     return gymnasium.make("Walker-v0", body=np.array([[3, 3, 3], [3, 3, 3], [3, 0, 3]]), **kwargs).unwrapped
 
 
-def make_deep_sea(**kwargs: Any) -> gymnasium.Env:  # noqa: ANN401 - of the environment
+def make_deep_sea(**kwargs: Any) -> gymnasium.Env:  # of the environment
     """Return MO-Gymnasium's deep sea treasure with the mean of its two rewards."""
     import mo_gymnasium
 

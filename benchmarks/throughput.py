@@ -107,7 +107,7 @@ class _StopAfter(Callback):
     def __init__(self, rollouts: int) -> None:
         self.rollouts = rollouts
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.fit_loop.total_batch_idx + 1 >= self.rollouts:
             trainer.should_stop = True
 

@@ -154,7 +154,7 @@ _ALGORITHMS: dict[str, tuple[type[OnPolicyAlgorithm], Callable[[dict[str, Any]],
 class BareEngine(FastEngine):
     """Steps optimizers without Lightning."""
 
-    def step(self, model: LightningModule, optimizer: Any, counts: bool) -> None:  # noqa: ANN401
+    def step(self, model: LightningModule, optimizer: Any, counts: bool) -> None:
         """Take a step."""
         (optimizer.step_alone if isinstance(optimizer, FlatAdam) else optimizer.step)()
 
@@ -172,7 +172,7 @@ class BareSteps(GradientSteps):
 class BareMetrics(RolloutMetrics):
     """Logs nothing."""
 
-    def add_rollout(self, *args: Any) -> None:  # noqa: ANN401
+    def add_rollout(self, *args: Any) -> None:
         """Ignore a rollout."""
 
 
@@ -181,12 +181,12 @@ class BarePPO(PPO):
 
     plain_optimizer: Optimizer
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.steps.__class__ = BareSteps
         self.metrics = BareMetrics()
 
-    def optimizers(self, use_pl_optimizer: bool = True) -> Any:  # noqa: ANN401
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         return self.plain_optimizer
 
     def lr_schedulers(self) -> None:

@@ -113,11 +113,7 @@ def _percent(share: float) -> str:
 
 
 def row(
-    name: str,
-    config: dict[str, Any],
-    runs: Sequence[dict[str, Any]],
-    goal: float | None,
-    published: Mapping[str, Any],
+    name: str, config: dict[str, Any], runs: Sequence[dict[str, Any]], goal: float | None, published: Mapping[str, Any]
 ) -> list[str]:
     """Return the cells of a configuration.
 

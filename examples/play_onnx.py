@@ -34,7 +34,7 @@ class Policy:
         self.memory = {name: zeros for name, zeros in rows.items() if name.startswith("memory")}
         self.dtype = rows["observation"].dtype
 
-    def act(self, observation: np.ndarray) -> Any:  # noqa: ANN401 - an action of any space
+    def act(self, observation: np.ndarray) -> Any:  # an action of any space
         """Return the action, and keep the recurrent state."""
         inputs = {"observation": observation[None].astype(self.dtype), **self.memory}
         outputs = dict(zip(self.outputs, self.session.run(self.outputs, inputs), strict=True))
@@ -48,9 +48,7 @@ def positions(observation: np.ndarray) -> np.ndarray:
 
 
 def main(
-    path: str = "policy/greedy.onnx",
-    episodes: int = 5,
-    transform: Callable[[np.ndarray], np.ndarray] = np.asarray,
+    path: str = "policy/greedy.onnx", episodes: int = 5, transform: Callable[[np.ndarray], np.ndarray] = np.asarray
 ) -> list[float]:
     """Play episodes, and return their returns; `transform=positions` hides the velocities."""
     policy, returns = Policy(path), []

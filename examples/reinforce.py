@@ -19,7 +19,7 @@ from lightning_rl.training.loss import Loss
 class Reinforce(OnPolicyAlgorithm):
     """REINFORCE with a value baseline (Williams 1992): one gradient step per rollout."""
 
-    def __init__(self, *args: Any, value_coef: float = 0.5, **kwargs: Any) -> None:  # noqa: ANN401 - options of the base class
+    def __init__(self, *args: Any, value_coef: float = 0.5, **kwargs: Any) -> None:  # options of the base class
         super().__init__(*args, **kwargs)
         self.value_coef = value_coef
         self.estimator.gae_lambda = 1.0  # advantage = return - value

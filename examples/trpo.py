@@ -20,7 +20,7 @@ from lightning_rl.training.parameter_groups import parameters_of_policy
 class TRPO(OnPolicyAlgorithm):
     """Trust region policy optimization."""
 
-    def __init__(self, *args: Any, max_kl: float = 0.01, **kwargs: Any) -> None:  # noqa: ANN401 - options of the base class
+    def __init__(self, *args: Any, max_kl: float = 0.01, **kwargs: Any) -> None:  # options of the base class
         super().__init__(*args, **kwargs)
         self.max_kl, self.actor = max_kl, parameters_of_policy(self.policy)
 

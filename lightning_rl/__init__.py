@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - classes, functions and modules
+def __getattr__(name: str) -> Any:  # classes, functions and modules
     """Import public names on first use, so that the command line answers typos without PyTorch and Lightning."""
     if not name.startswith("__") and find_spec(f"{__name__}.{name}") is not None:
         return _imported(name)

@@ -31,7 +31,7 @@ def _has_process_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _xla() -> Any:  # noqa: ANN401 - a module
+def _xla() -> Any:  # a module
     """Return `torch_xla` if this process computes on XLA devices without a process group, else None."""
     module: Any = sys.modules.get("torch_xla")
     # `_xla_runtime_is_initialized` is private (torch_xla 2.9). Without it, `runtime.world_size` would store a 1 in the
@@ -53,7 +53,7 @@ def global_rank() -> int:
     return torch.distributed.get_rank() if _has_process_group() else int(_xla().runtime.global_ordinal())
 
 
-def gather_ranks(state: Any) -> list[Any]:  # noqa: ANN401 - any picklable object
+def gather_ranks(state: Any) -> list[Any]:  # any picklable object
     """Return the `state` of every rank, in order; a collective call."""
     if world_size() == 1:
         return [state]
@@ -68,7 +68,7 @@ def gather_ranks(state: Any) -> list[Any]:  # noqa: ANN401 - any picklable objec
     return [pickle.loads(one.numpy().tobytes()) for one in gather_tensors(padded)]
 
 
-def gather_on_rank_zero(state: Any) -> list[Any]:  # noqa: ANN401 - any picklable object
+def gather_on_rank_zero(state: Any) -> list[Any]:  # any picklable object
     """Return the `state` of every rank, in order, on rank 0, and an empty list on other ranks; a collective call.
 
     Process groups send the state from CPU to CPU with Gloo: NCCL would need memory on every GPU for a large state.

@@ -77,7 +77,7 @@ def load_plain(path: str | Path, field: str, expected: str, mapped: bool = False
 
 def read_data(
     source: str | Path | IO[bytes],
-    map_location: Any = None,  # noqa: ANN401 - as torch.load has it
+    map_location: Any = None,  # as torch.load has it
     weights_only: bool | None = None,
     field: str = "ckpt_path",
 ) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
         return node
 
 
-def read_yaml(path: str | Path, field: str) -> Any:  # noqa: ANN401 - YAML
+def read_yaml(path: str | Path, field: str) -> Any:  # YAML
     """Return the content of a YAML file: lists and dicts of plain values.
 
     A file that is not readable YAML, names Python objects or has a key twice raises a `ConfigurationError`.

@@ -36,7 +36,7 @@ def leaves(x: Nested) -> list[Any]:
     return found
 
 
-def first_leaf(x: Nested) -> Any:  # noqa: ANN401
+def first_leaf(x: Nested) -> Any:
     """Return the first leaf, for properties that all leaves share, such as the leading dimensions."""
     while isinstance(x, (dict, tuple)):
         x = next(iter(x.values() if isinstance(x, dict) else x))
@@ -86,7 +86,7 @@ def nested_paths(x: Nested, path: str = "") -> Nested:
     return map_paths(lambda place, _: place, x, path)
 
 
-def part_at(x: Nested, path: str) -> Any:  # noqa: ANN401
+def part_at(x: Nested, path: str) -> Any:
     """Return the part of nested values or of a space at a path; all of it for the path ''."""
     for key in path.split(".") if path else ():
         x = x[int(key)] if isinstance(x, tuple | spaces.Tuple) else x[key]

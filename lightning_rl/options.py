@@ -92,7 +92,7 @@ def types_of(source: Callable[..., Any], include_extras: bool = False) -> dict[s
     return types
 
 
-def _leaf_types(name: str, hint: Any) -> dict[str, Any]:  # noqa: ANN401
+def _leaf_types(name: str, hint: Any) -> dict[str, Any]:
     group = next((one for one in (hint, *get_args(hint)) if isinstance(one, type) and is_dataclass(one)), None)
     if group is None:
         return {name: hint}
@@ -109,7 +109,7 @@ def refuse_unknown_options(cls: type, unknown: Mapping[str, object]) -> None:
         raise ConfigurationError(f"{name}={value!r} is no option of {cls.__name__}{hint}")
 
 
-def changed(name: str, group: Group, given: Any) -> Group:  # noqa: ANN401 - what a user gave
+def changed(name: str, group: Group, given: Any) -> Group:  # what a user gave
     """Return a group with the fields changed that a dict names; a group of the same class changes all of them.
 
     A group inside either may be a dict too. Anything else, unknown fields and values out of the range in the type of
@@ -142,7 +142,7 @@ def flat(options: Mapping[str, Any], groups: Mapping[str, Group]) -> dict[str, A
     return result
 
 
-def _leaves(name: str, value: Any) -> dict[str, Any]:  # noqa: ANN401
+def _leaves(name: str, value: Any) -> dict[str, Any]:
     if not is_dataclass(value):
         return {name: value}
     return {

@@ -26,7 +26,7 @@ _WRAPPERS = {
 _OTHER_WRAPPER = "; a gymnasium.ObservationWrapper in --data.env.wrappers can convert it"
 
 
-def _bound(array: np.ndarray) -> Any:  # noqa: ANN401 - a number or nested lists of numbers
+def _bound(array: np.ndarray) -> Any:  # a number or nested lists of numbers
     return array.flat[0].item() if array.size and (array == array.flat[0]).all() else array.tolist()
 
 

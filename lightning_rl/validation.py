@@ -179,7 +179,7 @@ NonNegativeFloat = Annotated[float, Range(at_least=0)]
 UnitFloat = Annotated[float, Range(at_least=0, at_most=1)]
 
 
-def check_type(field: str, value: Any, hint: Any) -> None:  # noqa: ANN401
+def check_type(field: str, value: Any, hint: Any) -> None:
     """Raise unless `value` has a type: `bool`, a `Literal`, `Sequence[str]`, a dict with text as keys, or a number.
 
     Numbers are only checked if the type has a `Range`. None is valid if it is part of the type. Values of other types
@@ -249,7 +249,7 @@ def to_class_specs(field: str, value: Sequence[ClassSpec | Callable[..., Any] | 
     return [to_class_spec(field, one) for one in value or ()]
 
 
-def to_plain_data(field: str, value: Any) -> Any:  # noqa: ANN401
+def to_plain_data(field: str, value: Any) -> Any:
     """Return `value` as numbers, strings, None, and lists and dicts of these, for checkpoints.
 
     Any other value raises a `ConfigurationError` with its place in `value`.
@@ -319,7 +319,7 @@ def _refused(field: str, spec: ClassSpec, error: BaseException) -> Configuration
 
 def instantiate(
     field: str, spec: ClassSpec, base: type[Any] | tuple[type[Any], ...], /, *args: object, **kwargs: object
-) -> Any:  # noqa: ANN401
+) -> Any:
     """Call the class of `spec`, a subclass of `base`, with `args`, `kwargs` and the `init_args` of the spec.
 
     A class that cannot be imported, has another base or refuses its arguments raises a `ConfigurationError`.

@@ -35,7 +35,7 @@ workload = run.workload
 class Environment(BaseEnv):  # type: ignore[misc]
     """One environment of the workload with the interface of DI-engine."""
 
-    def __init__(self, cfg: Any) -> None:  # noqa: ANN401
+    def __init__(self, cfg: Any) -> None:
         self._env = factories(workload, own_normalization=False)[0]()
         self._seed: int | None = None
         self._return = 0.0
@@ -45,12 +45,12 @@ class Environment(BaseEnv):  # type: ignore[misc]
     def seed(self, seed: int, dynamic_seed: bool = True) -> None:
         self._seed = seed
 
-    def reset(self) -> Any:  # noqa: ANN401
+    def reset(self) -> Any:
         observation, _ = self._env.reset(seed=self._seed)
         self._seed, self._return = None, 0.0
         return observation
 
-    def step(self, action: Any) -> BaseEnvTimestep:  # noqa: ANN401
+    def step(self, action: Any) -> BaseEnvTimestep:
         observation, reward, terminated, truncated, info = self._env.step(int(np.asarray(action).item()))
         self._return += float(reward)
         done = terminated or truncated
@@ -68,7 +68,7 @@ class Environment(BaseEnv):  # type: ignore[misc]
 learn = PPGPolicy._forward_learn
 
 
-def learn_and_tick(self: PPGPolicy, data: Any) -> Any:  # noqa: ANN401
+def learn_and_tick(self: PPGPolicy, data: Any) -> Any:
     found = learn(self, data)
     run.tick()
     return found

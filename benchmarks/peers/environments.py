@@ -18,11 +18,11 @@ class KeepReturns(gymnasium.Wrapper):  # type: ignore[type-arg]
         super().__init__(env)
         self._sum = 0.0
 
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         self._sum = 0.0
         return self.env.reset(**kwargs)
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         result = self.env.step(action)
         self._sum += float(result[1])
         if result[2] or result[3]:
@@ -37,11 +37,11 @@ def _show(env: gymnasium.Env[Any, Any], entries: list[int]) -> gymnasium.Env[Any
     return wrappers.TransformObservation(env, lambda observation: observation[entries], shown)
 
 
-def _clip_observation(observation: Any) -> Any:  # noqa: ANN401
+def _clip_observation(observation: Any) -> Any:
     return np.clip(observation, -10, 10).astype(np.float32)
 
 
-def _clip_reward(reward: Any) -> float:  # noqa: ANN401
+def _clip_reward(reward: Any) -> float:
     return float(np.clip(reward, -10, 10))
 
 

@@ -39,8 +39,8 @@ optimizer = optax.chain(
 
 class ActorCritic(nn.Module):
     @nn.compact
-    def __call__(self, observations: Any) -> tuple[Any, Any]:  # noqa: ANN401
-        def mlp(outputs: int, gain: float) -> Any:  # noqa: ANN401
+    def __call__(self, observations: Any) -> tuple[Any, Any]:
+        def mlp(outputs: int, gain: float) -> Any:
             x = observations
             for width in workload["hidden"]:
                 x = nn.tanh(nn.Dense(width, kernel_init=nn.initializers.orthogonal(2**0.5))(x))
@@ -52,7 +52,7 @@ class ActorCritic(nn.Module):
 network = ActorCritic()
 
 
-def collect_step(carry: Any, _: None) -> tuple[Any, Any]:  # noqa: ANN401
+def collect_step(carry: Any, _: None) -> tuple[Any, Any]:
     weights, state, observations, returns, key = carry
     key, of_action, of_step = jax.random.split(key, 3)
     logits, values = network.apply(weights, observations)
@@ -65,7 +65,7 @@ def collect_step(carry: Any, _: None) -> tuple[Any, Any]:  # noqa: ANN401
     return (weights, state, following, jnp.where(done, 0.0, returns), key), row
 
 
-def loss(weights: Any, minibatch: Any) -> Any:  # noqa: ANN401
+def loss(weights: Any, minibatch: Any) -> Any:
     observations, actions, old_log_probs, advantages, returns = minibatch
     logits, values = network.apply(weights, observations)
     log_softmax = jax.nn.log_softmax(logits)
@@ -78,14 +78,14 @@ def loss(weights: Any, minibatch: Any) -> Any:  # noqa: ANN401
 
 
 @jax.jit
-def learn(carry: Any) -> tuple[Any, Any]:  # noqa: ANN401
+def learn(carry: Any) -> tuple[Any, Any]:
     """One rollout and its update."""
     weights, optimizer_state, *of_environments = carry
     collected, rows = jax.lax.scan(collect_step, (weights, *of_environments), None, LENGTH)
     _, state, following, returns_so_far, key = collected
     observations, actions, log_probs, values, rewards, done, episode_returns = rows
 
-    def advantage(after: Any, row: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    def advantage(after: Any, row: Any) -> tuple[Any, Any]:
         next_advantage, next_value = after
         reward, ended, value = row
         now = reward - value + GAMMA * (1 - ended) * (next_value + LAMBDA * next_advantage)
@@ -97,13 +97,13 @@ def learn(carry: Any) -> tuple[Any, Any]:  # noqa: ANN401
         lambda x: x.reshape(-1, *x.shape[2:]), (observations, actions, log_probs, advantages, advantages + values)
     )
 
-    def epoch(carry: Any, _: None) -> tuple[Any, None]:  # noqa: ANN401
+    def epoch(carry: Any, _: None) -> tuple[Any, None]:
         weights, optimizer_state, key = carry
         key, of_order = jax.random.split(key)
         order = jax.random.permutation(of_order, workload["rows"])
         parts = jax.tree.map(lambda x: x[order].reshape(workload["minibatches"], -1, *x.shape[1:]), batch)
 
-        def descend(carry: Any, minibatch: Any) -> tuple[Any, None]:  # noqa: ANN401
+        def descend(carry: Any, minibatch: Any) -> tuple[Any, None]:
             weights, optimizer_state = carry
             updates, optimizer_state = optimizer.update(jax.grad(loss)(weights, minibatch), optimizer_state, weights)
             return (optax.apply_updates(weights, updates), optimizer_state), None

@@ -47,14 +47,14 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.actor, self.critic = mlp(environments.single_action_space.n, 0.01), mlp(1, 1.0)
 
-    def forward(self, observations: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+    def forward(self, observations: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
         return self.actor(observations), self.critic(observations)
 
     forward_eval = forward
 
 
 class Silent(PuffeRL):  # type: ignore[misc]
-    def print_dashboard(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
+    def print_dashboard(self, *_: Any, **__: Any) -> None:
         """Draw nothing: the others are measured without a display too."""
 
 

@@ -39,10 +39,10 @@ class Environments(IVecEnv):  # type: ignore[misc]
         makers = factories(workload, own_normalization=False)
         self.env: Any = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
-    def reset(self) -> Any:  # noqa: ANN401
+    def reset(self) -> Any:
         return self._observed(self.env.reset(seed=run.args.seed)[0])
 
-    def step(self, actions: Any) -> Any:  # noqa: ANN401
+    def step(self, actions: Any) -> Any:
         observations, rewards, terminated, truncated, _ = self.env.step(actions)
         return (
             self._observed(observations),
@@ -58,7 +58,7 @@ class Environments(IVecEnv):  # type: ignore[misc]
         # Without wrappers: actions are scaled to the bounds, which `ClipAction` takes away.
         return {"observation_space": observed, "action_space": self.env.envs[0].unwrapped.action_space, "agents": 1}
 
-    def _observed(self, observations: Any) -> Any:  # noqa: ANN401
+    def _observed(self, observations: Any) -> Any:
         return observations if observations.dtype == np.uint8 else observations.astype(np.float32)
 
 

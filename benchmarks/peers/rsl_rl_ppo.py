@@ -58,7 +58,7 @@ class Environments(VecEnv):  # type: ignore[misc]
         ended = torch.from_numpy(terminated | truncated)
         return self.observations, torch.from_numpy(rewards.astype(np.float32)), ended, {}
 
-    def _observed(self, observations: Any) -> TensorDict:  # noqa: ANN401
+    def _observed(self, observations: Any) -> TensorDict:
         return TensorDict({"policy": torch.from_numpy(observations.astype(np.float32))}, batch_size=[self.num_envs])
 
 
@@ -95,7 +95,7 @@ with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
     runner = OnPolicyRunner(Environments(), settings, log_dir=None, device="cpu")
     update = runner.alg.update
 
-    def update_and_tick() -> Any:  # noqa: ANN401
+    def update_and_tick() -> Any:
         losses = update()
         run.tick()
         return losses

@@ -31,14 +31,14 @@ run.imported()
 workload = run.workload
 
 
-def make_environment(name: str, *_: Any, **options: Any) -> Any:  # noqa: ANN401
+def make_environment(name: str, *_: Any, **options: Any) -> Any:
     return factories(workload, own_normalization=True)[0]()
 
 
 class Ticks(AlgoObserver):  # type: ignore[misc]
     """A training step is all epochs over one rollout."""
 
-    def on_training_step(self, runner: Any, training_iteration_since_resume: int) -> None:  # noqa: ANN401
+    def on_training_step(self, runner: Any, training_iteration_since_resume: int) -> None:
         run.tick()
 
 

@@ -36,7 +36,7 @@ def make_environment() -> gymnasium.Env[Any, Any]:
     return environment.env if isinstance(environment, FrameStackObservation) else environment
 
 
-def train_and_tick(*arguments: Any, **options: Any) -> int:  # noqa: ANN401
+def train_and_tick(*arguments: Any, **options: Any) -> int:
     steps: int = train(*arguments, **options)
     run.tick()
     return steps

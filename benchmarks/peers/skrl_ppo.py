@@ -43,7 +43,7 @@ SPACES = {
 }
 
 
-def orthogonal(layer: Any, gain: float = 2**0.5) -> Any:  # noqa: ANN401
+def orthogonal(layer: Any, gain: float = 2**0.5) -> Any:
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -110,7 +110,7 @@ class ImageActorCritic(CategoricalMixin, DeterministicMixin, Model):
         self.value = orthogonal(nn.Linear(512, 1), 1.0)
         self.features: Tensor | None = None
 
-    def act(self, inputs: dict[str, Tensor], *, role: str = "") -> Any:  # noqa: ANN401
+    def act(self, inputs: dict[str, Tensor], *, role: str = "") -> Any:
         kind = CategoricalMixin if role == "policy" else DeterministicMixin
         return kind.act(self, inputs, role=role)
 
@@ -155,7 +155,7 @@ agent = PPO(
 update = agent.update
 
 
-def update_and_tick(**kwargs: Any) -> None:  # noqa: ANN401
+def update_and_tick(**kwargs: Any) -> None:
     update(**kwargs)
     run.tick()
 

@@ -87,7 +87,7 @@ algorithm = PPO(
 update = algorithm.update
 
 
-def update_and_tick(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+def update_and_tick(*arguments: Any, **options: Any) -> Any:
     found = update(*arguments, **options)
     run.tick()
     return found

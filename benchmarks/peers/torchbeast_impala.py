@@ -52,7 +52,7 @@ class OldEnvironment:
     def seed(self, seed: int) -> None:
         self._seed = seed
 
-    def reset(self) -> Any:  # noqa: ANN401
+    def reset(self) -> Any:
         observation, _ = self._env.reset(seed=self._seed)
         self._seed = None
         return observation
@@ -65,7 +65,7 @@ class OldEnvironment:
 learn, lock = monobeast.learn, threading.Lock()
 
 
-def learn_and_tick(*args: Any) -> dict[str, Any]:  # noqa: ANN401
+def learn_and_tick(*args: Any) -> dict[str, Any]:
     found: dict[str, Any] = learn(*args)
     with lock:
         episode_returns.extend(map(float, found["episode_returns"]))

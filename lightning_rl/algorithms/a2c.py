@@ -44,7 +44,7 @@ class A2C(OnPolicyAlgorithm):
         gae_lambda: Scheduled = 1.0,
         value_coef: NonNegativeFloat = 0.5,
         entropy_coef: Scheduled = 0.01,
-        **kwargs: Any,  # noqa: ANN401 - options of the base class
+        **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
         self.estimator.gae_lambda = self.scheduled(

@@ -74,7 +74,7 @@ from lightning_rl.training.warning_filters import filter_misleading_warnings
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, is_one_of
 
 
-def _update_acting_policy(model: Any) -> None:  # noqa: ANN401
+def _update_acting_policy(model: Any) -> None:
     """Copy the sharded parameters of an algorithm's policy to the whole policy that acts."""
     for policy in model.acting_copies:
         copy_whole(model.policy, policy)
@@ -136,7 +136,7 @@ class OnPolicyAlgorithm(LightningModule):
         advantages: AdvantageOptions = AdvantageConfig(),
         normalization: NormalizationOptions = NormalizationConfig(),
         debug: DebugOptions = DebugConfig(),
-        **unknown: Any,  # noqa: ANN401 - options that no subclass takes
+        **unknown: Any,  # options that no subclass takes
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -189,7 +189,7 @@ class OnPolicyAlgorithm(LightningModule):
         """
         raise NotImplementedError(f"{type(self).__name__} has no update(rollout)")
 
-    def loss(self, batch: Any) -> Loss:  # noqa: ANN401 - whatever `update` passes to `descend`
+    def loss(self, batch: Any) -> Loss:  # whatever `update` passes to `descend`
         """Return the loss over a minibatch, as a sum of named terms with one number per row.
 
             distribution, values = self.actor_critic(batch)
@@ -228,7 +228,7 @@ class OnPolicyAlgorithm(LightningModule):
     def make_policy(self) -> ActorCritic:
         return ActorCritic(self.observation_space, self.action_space, **self.policy_options())
 
-    def make_estimator(self, **options: Any) -> AdvantageEstimator:  # noqa: ANN401 - keywords of AdvantageEstimator
+    def make_estimator(self, **options: Any) -> AdvantageEstimator:  # keywords of AdvantageEstimator
         return AdvantageEstimator(self.policy, self.normalizers, **options)
 
     def default_optimizer(self) -> ClassSpec:
@@ -243,7 +243,7 @@ class OnPolicyAlgorithm(LightningModule):
 
     # ------------------------------------------------------------------ a subclass calls
 
-    def batch(self, rollout: Rollout, **per_step: Nested) -> Any:  # noqa: ANN401 - an algorithm may return another type
+    def batch(self, rollout: Rollout, **per_step: Nested) -> Any:  # an algorithm may return another type
         """Return the steps of a rollout as rows of one batch, with `advantages` and `returns`.
 
         Adds `per_step` tensors, `[T, B, ...]`, by name. With `normalization.update: before`, updates normalizers first.
@@ -282,7 +282,7 @@ class OnPolicyAlgorithm(LightningModule):
             # Without a row, a step of Adam would still move parameters along its moments.
             yield from (part for part in parts if part.weight) if may_lack_rows else parts
 
-    def descend(self, loss: Callable[[Any], Loss], batch: Any) -> None:  # noqa: ANN401 - what the loss takes
+    def descend(self, loss: Callable[[Any], Loss], batch: Any) -> None:  # what the loss takes
         """Take one gradient step on a loss, unless the updates are stopped or loss or gradient are not finite."""
         self.steps.take(loss, batch)
 
@@ -482,7 +482,7 @@ class OnPolicyAlgorithm(LightningModule):
         observation: Nested,
         deterministic: bool = True,
         memory: Nested | None = None,
-        episode_starts: Any = None,  # noqa: ANN401 - flags, of one environment or several
+        episode_starts: Any = None,  # flags, of one environment or several
     ) -> Nested:
         """Return the action of one environment or several, as NumPy arrays or numbers to pass to `env.step`.
 
@@ -504,7 +504,7 @@ class OnPolicyAlgorithm(LightningModule):
 
     # ------------------------------------------------------------------ optimizers
 
-    def configure_optimizers(self) -> Any:  # noqa: ANN401
+    def configure_optimizers(self) -> Any:
         """Return the optimizer, or a list of it and the critic's own one; with a scheduler, lists of both."""
         default, rates = self.default_optimizer(), [self.schedules.first(name, getattr(self, name)) for name in RATES]
         optimizers, schedulers = make_optimizers(self.policy, self.options, default, rates)
@@ -583,7 +583,7 @@ class OnPolicyAlgorithm(LightningModule):
         check(fast_paths != "compiled" or problem is None, "debug.fast_paths", fast_paths, f"auto, since {problem}")
         self.schedules.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")
 
-    def check_data(self, data: Any) -> None:  # noqa: ANN401 - data modules of users too
+    def check_data(self, data: Any) -> None:  # data modules of users too
         """Raise a `ConfigurationError` for a data module whose batches the algorithm does not learn from."""
         name, num_actors = type(self).__name__, getattr(data, "num_actors", 0)
         expected = f"0: {name} learns from rollouts of the current policy alone"
@@ -623,7 +623,7 @@ class OnPolicyAlgorithm(LightningModule):
         is_known = self.clock.planned_env_steps is not None
         self.schedules.check_end(self, is_known, "a run whose length is known: set max_env_steps")
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401 - whatever a loader yields
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # whatever a loader yields
         if not isinstance(batch, Rollout):
             raise ConfigurationError(
                 f"the train loader yields {type(batch).__name__}: expected rollouts, as RolloutDataModule makes them"
@@ -640,7 +640,7 @@ class OnPolicyAlgorithm(LightningModule):
         """Log the last values. Lightning skips this hook when a signal or exception ends the run; it can be resumed."""
         self.metrics.log_rest(self)
 
-    def log(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - arguments of LightningModule.log
+    def log(self, *args: Any, **kwargs: Any) -> None:  # arguments of LightningModule.log
         """Log a value as `LightningModule.log` does, against environment steps; batches have equal weights."""
         super().log(*args, **kwargs | {"batch_size": kwargs.get("batch_size") or 1})
         if self._trainer is not None and self.trainer.training:
@@ -689,13 +689,13 @@ class OnPolicyAlgorithm(LightningModule):
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | IO[bytes],
-        map_location: Any = None,  # noqa: ANN401 - as torch.load has it
+        map_location: Any = None,  # as torch.load has it
         hparams_file: str | Path | None = None,
         strict: bool | None = None,
         weights_only: bool | None = None,
         *,
         trust: Sequence[str] = (),
-        **kwargs: Any,  # noqa: ANN401 - options of the algorithm
+        **kwargs: Any,  # options of the algorithm
     ) -> Self:
         """Load an algorithm from a checkpoint like Lightning, but construct only trusted classes.
 

@@ -54,7 +54,7 @@ class BehaviourCloning(OnPolicyAlgorithm):
         num_minibatches: PositiveInt = 4,
         entropy_coef: Scheduled = 0.0,
         learning_rate: Scheduled = 1e-3,
-        **kwargs: Any,  # noqa: ANN401 - options of the base class
+        **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
         bounded = any(isinstance(part, BetaHead | SquashedGaussianHead) for part in self.policy.modules())

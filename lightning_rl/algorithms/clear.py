@@ -54,7 +54,7 @@ class CLEAR(IMPALA):
         replay_in_checkpoint: bool = True,
         policy_cloning_coef: NonNegativeFloat = 0.01,
         value_cloning_coef: NonNegativeFloat = 0.005,
-        **kwargs: Any,  # noqa: ANN401 - options of the base class
+        **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, **kwargs)
         self.replay_ratio = replay_ratio

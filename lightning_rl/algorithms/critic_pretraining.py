@@ -103,7 +103,7 @@ class CriticPretraining(OnPolicyAlgorithm):
         reduction: Reduction = "mean",
         reward_scale: float = 1.0,
         reward_clip: RewardClip | None = None,
-        **kwargs: Any,  # noqa: ANN401 - options of the base class
+        **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
         self.normalizers.transform_rewards(reward_scale, reward_clip, self.options["normalization.rewards"])
@@ -136,7 +136,7 @@ class CriticPretraining(OnPolicyAlgorithm):
         if self.replay_ratio and rollout_shape is not None:
             check_memory(self, "replay_memory_gib", rollout_shape[0])
 
-    def make_estimator(self, **options: Any) -> ReturnEstimator:  # noqa: ANN401 - options of the estimator
+    def make_estimator(self, **options: Any) -> ReturnEstimator:  # options of the estimator
         return ReturnEstimator(self.policy, self.normalizers, **options)
 
     def update(self, rollout: Rollout) -> None:

@@ -46,7 +46,7 @@ class Distillation(PPO):
         teacher: str,
         distillation_coef: Scheduled = 1.0,
         rl_coef: Scheduled = 1.0,
-        **kwargs: Any,  # noqa: ANN401 - options of the base class
+        **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, **kwargs)
         self.distillation_coef = self.scheduled("distillation_coef", distillation_coef, at_least=0)

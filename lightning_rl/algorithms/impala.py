@@ -72,7 +72,7 @@ class IMPALA(OnPolicyAlgorithm):
         reduction: Reduction = "mean",
         reward_scale: float = 1.0,
         reward_clip: RewardClip | None = None,
-        **kwargs: Any,  # noqa: ANN401 - options of the base class
+        **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
         self.reduction = reduction

@@ -41,7 +41,7 @@ class EncoderPerAgent(nn.Module):
         **options: Arguments of `make_encoder`.
     """
 
-    def __init__(self, space: spaces.Dict, **options: Any) -> None:  # noqa: ANN401
+    def __init__(self, space: spaces.Dict, **options: Any) -> None:
         super().__init__()
         self.num_agents = num_choices(space["agent"])[-1]
         self._is_stacked = isinstance(space["agent"], spaces.MultiDiscrete)
@@ -87,7 +87,7 @@ class HeadPerAgent(nn.Module):
 class SeparateActorCritics(ActorCritic):
     """One actor-critic per agent; the agents share only the statistics of normalization."""
 
-    def __init__(self, space: spaces.Dict, action_space: spaces.Space[Any], **options: Any) -> None:  # noqa: ANN401
+    def __init__(self, space: spaces.Dict, action_space: spaces.Space[Any], **options: Any) -> None:
         check(options["memory"] is None, "policy.memory", options["memory"], "None with share_policy=False")
         arguments = {name: options.pop(name) for name in _ENCODER_OPTIONS}
         network: Any = {"class_path": f"{__name__}.EncoderPerAgent", "init_args": arguments}
@@ -132,7 +132,7 @@ class MAPPO(PPO):
         optimizer: OptimizerOptions = OptimizerConfig(max_grad_norm=10.0),
         normalization: NormalizationOptions = NormalizationConfig(values="popart"),
         clipping: ClippingOptions = ClippingConfig(value_huber_delta=10.0),
-        **kwargs: Any,  # noqa: ANN401 - options of the base class
+        **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(
             observation_space,

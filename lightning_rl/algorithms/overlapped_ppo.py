@@ -50,7 +50,7 @@ class OverlappedPPO(PPO):
         "normalization.update": "V-trace needs the policy as it was",
     }
 
-    def make_estimator(self, **options: Any) -> VTraceEstimator:  # noqa: ANN401 - options of the estimator
+    def make_estimator(self, **options: Any) -> VTraceEstimator:  # options of the estimator
         return VTraceEstimator(self.policy, self.normalizers, **options)
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:

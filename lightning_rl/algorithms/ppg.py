@@ -46,7 +46,7 @@ class AuxiliaryActorCritic(ActorCritic):
         action_space: spaces.Space[Any],
         *,
         architecture: Architecture = "dual",
-        **options: Any,  # noqa: ANN401 - options of the base class
+        **options: Any,  # options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, shared_encoder=architecture != "dual", **options)
         self.detached = architecture == "detached"
@@ -131,7 +131,7 @@ class PPG(PPO):
         entropy_coef: Scheduled = 0.01,
         optimizer: OptimizerOptions = OptimizerConfig(max_grad_norm=None),
         advantages: AdvantageOptions = AdvantageConfig(normalize="rollout"),
-        **kwargs: Any,  # noqa: ANN401 - options of the base class
+        **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(
             observation_space,
@@ -213,7 +213,7 @@ class PPG(PPO):
         if self.kept.is_full:
             self.kept.clear()
 
-    def configure_optimizers(self) -> Any:  # noqa: ANN401
+    def configure_optimizers(self) -> Any:
         """Return the optimizers of the policy phase, and of the auxiliary phase if it has separate ones."""
         made = super().configure_optimizers()
         if self.steps.num_sets == 1:

@@ -65,7 +65,7 @@ class OffPolicyPPG(PPG):
         num_epochs: PositiveInt = 1,
         num_minibatches: PositiveInt | None = 1,
         advantages: AdvantageOptions = AdvantageConfig(normalize="minibatch"),
-        **kwargs: Any,  # noqa: ANN401 - options of the base class
+        **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(
             observation_space,
@@ -132,7 +132,7 @@ class OffPolicyPPG(PPG):
         drawn = {name: buffer.sample(self.batch_size, self.generator) for name, buffer in self.sources.items()}
         return BatchPair(*(self._as_batch(drawn[name]) for name in ("policy", "value")))
 
-    def _as_batch(self, fields: Any) -> Batch:  # noqa: ANN401
+    def _as_batch(self, fields: Any) -> Batch:
         return Batch(fields, is_normalized=self.estimator.normalize == "rollout")
 
     def policy_iteration(self, samples: BatchPair) -> None:

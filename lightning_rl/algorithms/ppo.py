@@ -68,7 +68,7 @@ class PPO(OnPolicyAlgorithm):
         target_kl: Scheduled | None = None,
         advantages: AdvantageOptions = AdvantageConfig(normalize="minibatch"),
         clipping: ClippingOptions = ClippingConfig(),
-        **kwargs: Any,  # noqa: ANN401 - options of the base class
+        **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, advantages=advantages, **kwargs)
         self.num_epochs = num_epochs

@@ -56,7 +56,7 @@ class PPOKLPenalty(PPO):
         kl_cutoff_factor: NonNegativeFloat = 2.0,
         kl_cutoff_coef: NonNegativeFloat = 0.0,
         clip_range: Scheduled | None = None,
-        **kwargs: Any,  # noqa: ANN401 - options of the base class
+        **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, clip_range=clip_range, **kwargs)
         self.adaptive = initial_kl_coef > 0

@@ -38,7 +38,7 @@ class CuriousActorCritic(ActorCritic):
 
     values_are_intrinsic = False
 
-    def __init__(self, space: spaces.Space[Any], action_space: spaces.Space[Any], **options: Any) -> None:  # noqa: ANN401
+    def __init__(self, space: spaces.Space[Any], action_space: spaces.Space[Any], **options: Any) -> None:
         super().__init__(space, action_space, **options)
         self.value_intrinsic_head = HeadLinear(self.value_head.in_features, 1, gain=1.0)
         leaves = space_leaves(without(space, self._masks))
@@ -114,7 +114,7 @@ class RND(PPO):
         intrinsic_gamma: UnitFloat = 0.99,
         predictor_fraction: Annotated[float, Range(above=0, at_most=1)] = 0.25,
         gamma: float = 0.999,
-        **kwargs: Any,  # noqa: ANN401 - options of the base class
+        **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, gamma=gamma, **kwargs)
         self.intrinsic_coef = self.scheduled("intrinsic_coef", intrinsic_coef, at_least=0)

@@ -134,7 +134,7 @@ class TFAgentsPPO(PPOKLPenalty):
             observations={"clip": 5.0, "epsilon": 1e-3}, rewards="reward_std"
         ),
         sum_losses_over_ranks: bool = False,
-        **kwargs: Any,  # noqa: ANN401 - options of the base class
+        **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(
             observation_space,
@@ -167,7 +167,7 @@ class TFAgentsPPO(PPOKLPenalty):
             expected = "at least 2, since the last step only gives its value"
             check(rollout_shape[0] > 1, "rollout_length", rollout_shape[0], expected)
 
-    def make_estimator(self, **options: Any) -> TFAgentsEstimator:  # noqa: ANN401 - options of the estimator
+    def make_estimator(self, **options: Any) -> TFAgentsEstimator:  # options of the estimator
         return TFAgentsEstimator(self.policy, self.normalizers, **options)
 
     def one_pass(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:

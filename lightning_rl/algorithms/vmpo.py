@@ -68,7 +68,7 @@ class VMPO(OnPolicyAlgorithm):
         initial_temperature: PositiveFloat = 1.0,
         initial_kl_coef: PositiveFloat = 5.0,
         value_coef: NonNegativeFloat = 0.5,
-        **kwargs: Any,  # noqa: ANN401 - options of the base class
+        **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
         self.num_epochs = num_epochs

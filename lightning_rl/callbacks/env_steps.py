@@ -62,7 +62,7 @@ class EnvStepInterval(Callback):
         if self._last is None or self._last > now:
             self._last = now
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self.fire(trainer, pl_module)
 
 
@@ -118,7 +118,7 @@ class EnvStepLimit(Callback):
                 f"{env_steps_of(pl_module)} environment steps, and nothing is trained. Raise the limit to continue."
             )
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self._stop_if_reached(trainer, pl_module)
 
     def _stop_if_reached(self, trainer: Trainer, pl_module: LightningModule) -> bool:
@@ -238,7 +238,7 @@ class EnvStepCheckpoint(ModelCheckpoint):
         super().on_train_start(trainer, pl_module)
         self._last = env_steps_of(pl_module) // self.every_n_env_steps
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         now = env_steps_of(pl_module) // self.every_n_env_steps
         self._due, self._last = self._due or now > self._last, now
         if not (validates_now(trainer) or ends_epoch(trainer)):

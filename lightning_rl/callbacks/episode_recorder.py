@@ -52,10 +52,7 @@ class EpisodeRecorder(Callback):
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        formats: Sequence[RecordAs] | None = None,
-        env_kwargs: dict[str, Any] | None = None,
+        self, folder: str | Path, formats: Sequence[RecordAs] | None = None, env_kwargs: dict[str, Any] | None = None
     ) -> None:
         known = get_args(RecordAs)
         check(set(formats or ()) <= {*known}, "formats", formats, f"a list of {' or '.join(known)}, or both")

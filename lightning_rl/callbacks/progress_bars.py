@@ -64,7 +64,7 @@ def in_notebook() -> bool:
 class _EnvStepBar(ProgressBar):
     """Shows the returns of a run until it logs new ones."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # as in Lightning
         super().__init__(*args, **kwargs)
         self._shown: dict[str, Any] = {}
 
@@ -117,7 +117,7 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
             nrows=20,
         )
 
-    def print(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
+    def print(self, *args: Any, **kwargs: Any) -> None:  # as in Lightning
         if self.train_progress_bar.disable:  # Lightning would drop the text
             print(*args, **kwargs)
         else:
@@ -132,7 +132,7 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
 
     init_sanity_tqdm = init_validation_tqdm = init_test_tqdm = init_predict_tqdm = _announce
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         bar = self.train_progress_bar
         # Lightning drops metrics at the end of an epoch, so read them when they are logged.
         if not bar.disable and log_is_due(trainer):
@@ -153,7 +153,7 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
 
     on_exception = on_train_end  # shows the progress of an interrupted run
 
-    def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:  # noqa: ANN401
+    def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
         """Do not begin a bar for each epoch."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -170,7 +170,7 @@ class EnvStepRichProgressBar(_EnvStepBar, RichProgressBar):
         **kwargs: `theme` and `console_kwargs` of `lightning.pytorch.callbacks.RichProgressBar`.
     """
 
-    def __init__(self, refresh_rate: int = 2, **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
+    def __init__(self, refresh_rate: int = 2, **kwargs: Any) -> None:  # as in Lightning
         super().__init__(refresh_rate, **kwargs)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

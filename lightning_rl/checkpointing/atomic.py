@@ -138,7 +138,7 @@ class LastCheckpoint(ModelCheckpoint):
         super().on_train_epoch_end(trainer, pl_module)
         self._saved_at = time.monotonic()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Save if the interval is over, after the same rollout on all ranks."""
         super().on_train_batch_end(trainer, pl_module, *args)
         # Private to Lightning 2.6, which would not save again before the next gradient step.
@@ -198,7 +198,7 @@ class _ThreadErrors:
 class _EventWriter:
     """Wraps TensorBoard's `EventFileWriter`; the first `flush` or `close` after a failed write raises `LogFailure`."""
 
-    def __init__(self, writer: Any) -> None:  # noqa: ANN401 - has no types
+    def __init__(self, writer: Any) -> None:  # has no types
         self._writer, self._folder = writer, writer.get_logdir()
         files = glob.glob(os.path.join(glob.escape(self._folder), f"events.out.tfevents.*.{os.getpid()}.*"))
         self._path = max(files, key=os.path.getmtime, default=self._folder)

@@ -92,7 +92,7 @@ class FailedUpdate:
         return means
 
 
-def skip_or_raise(module: Any, rollout: Rollout, terms: Mapping[str, float]) -> None:  # noqa: ANN401 - an algorithm
+def skip_or_raise(module: Any, rollout: Rollout, terms: Mapping[str, float]) -> None:  # an algorithm
     """Count a skipped update and warn; save it and raise if `debug.max_skipped_updates` does not allow another one.
 
     `module` has the parameters from before the failing update, and `terms` are the values that were not finite.
@@ -126,7 +126,7 @@ def skip_or_raise(module: Any, rollout: Rollout, terms: Mapping[str, float]) -> 
 
 
 def save_failed_update(
-    module: Any,  # noqa: ANN401 - an algorithm
+    module: Any,  # an algorithm
     terms: Mapping[str, float],
     state_dict: Mapping[str, Tensor],
     optimizer_states: Sequence[Mapping[str, Any]],

@@ -57,7 +57,7 @@ def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
     return "optimizer_states" not in checkpoint
 
 
-def run_state(module: Any) -> dict[str, Any]:  # noqa: ANN401 - an algorithm
+def run_state(module: Any) -> dict[str, Any]:  # an algorithm
     """Return the state of a run as tensors and plain values; `ranks` is filled on rank 0 only. A collective call."""
     clock = module.clock
     of_this_rank = {
@@ -84,7 +84,7 @@ def run_state(module: Any) -> dict[str, Any]:  # noqa: ANN401 - an algorithm
     }
 
 
-def _precision(module: Any) -> str | None:  # noqa: ANN401
+def _precision(module: Any) -> str | None:
     try:
         return str(module.trainer.precision)
     except RuntimeError:  # no Trainer
@@ -105,7 +105,7 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def restore_this_rank(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401 - an algorithm
+def restore_this_rank(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:  # an algorithm
     """Restore generators, replays and values that are not logged yet; a new rank or run begins with its own seed."""
     rank = module.global_rank
     if rank < len(ranks):
@@ -120,7 +120,7 @@ def restore_this_rank(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None: 
         module.metrics.begin(module.env_steps)
 
 
-def _restore_generators(module: Any, state: Mapping[str, Any]) -> None:  # noqa: ANN401
+def _restore_generators(module: Any, state: Mapping[str, Any]) -> None:
     """Restore the random generators and discounted returns of this rank from its entry in `ranks`."""
     module.generator.set_state(state["generator"].cpu())
     generators = state["random"]
@@ -135,7 +135,7 @@ def _restore_generators(module: Any, state: Mapping[str, Any]) -> None:  # noqa:
         normalizers[name].discounted_return = returns[name].to(module.device)
 
 
-def _restore_replays(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401
+def _restore_replays(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:
     """Restore the earlier rollouts of this rank from the states of all `ranks`; warn if there are new ranks."""
     for replay in module.replays.values() if ranks else ():
         replay.clear()
@@ -160,7 +160,7 @@ def _restore_replays(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:  
         )
 
 
-def _in_precision_of(dtype: torch.dtype, stored: Any) -> Any:  # noqa: ANN401 - nested plain data
+def _in_precision_of(dtype: torch.dtype, stored: Any) -> Any:  # nested plain data
     """Return stored rows in the precision of new ones, since a batch has both: float64 with float64 parameters only."""
 
     def cast(x: Tensor) -> Tensor:

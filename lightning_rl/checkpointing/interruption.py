@@ -112,7 +112,7 @@ class InterruptionGuard(Callback):
                 launcher.kill(signal.SIGKILL)
             os._exit(128 + signum)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         # A resumed run would skip a due validation, or the end of the epoch: stop after these.
         if not (validates_now(trainer) or ends_epoch(trainer) or _is_over(trainer)):
             self._stop_if_asked(trainer, pl_module, "on_train_batch_end", *args)
@@ -165,7 +165,7 @@ class InterruptionGuard(Callback):
         if not (last or requeueing):
             _save_beside_others(trainer)
 
-    def _received_by_any(self, trainer: Trainer, pl_module: Any) -> list[int]:  # noqa: ANN401
+    def _received_by_any(self, trainer: Trainer, pl_module: Any) -> list[int]:
         if trainer.world_size == 1:  # without a tensor, which a device would have to send back
             return [signum for signum in self._handled if signum in self._received]
         flags = torch.tensor([float(signum in self._received) for signum in self._handled], device=pl_module.device)

@@ -25,12 +25,12 @@ _GIVEN_TWICE = re.compile(r"got multiple values for keyword argument '(\w+)'")
 def from_checkpoint(
     cls: type[Any],
     source: str | Path | IO[bytes],
-    map_location: Any,  # noqa: ANN401 - as torch.load has it
+    map_location: Any,  # as torch.load has it
     strict: bool | None,
     weights_only: bool | None,
     trust: Sequence[str],
     given: Mapping[str, Any],
-) -> Any:  # noqa: ANN401 - an instance of `cls`
+) -> Any:  # an instance of `cls`
     """Return an algorithm of a class from its checkpoint, with the options `given` changed."""
     checkpoint = read_data(source, map_location or _nearest_device, weights_only, "checkpoint_path")
     check_format(checkpoint)
@@ -67,7 +67,7 @@ def from_checkpoint(
     return module.to(next((x.device for x in state.values()), torch.device("cpu")))
 
 
-def _construct(algorithm: type[Any], stored: dict[str, Any], changes: Mapping[str, Any]) -> Any:  # noqa: ANN401
+def _construct(algorithm: type[Any], stored: dict[str, Any], changes: Mapping[str, Any]) -> Any:
     """Construct an algorithm from stored options, without the options that its class sets for a base class."""
     while True:
         try:
@@ -119,7 +119,7 @@ class WarmStart(NamedTuple):
 
 
 def warm_start(
-    module: Any,  # noqa: ANN401 - an algorithm
+    module: Any,  # an algorithm
     checkpoint: Mapping[str, Any],
     parts: Sequence[Part] | None,
     source: str,

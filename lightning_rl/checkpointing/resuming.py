@@ -38,7 +38,7 @@ _STORED_STATE = ", with the stored state"
 _LEARNED = ", ignored: the learned value is kept"
 
 
-def take_over(checkpoint: dict[str, Any], module: Any) -> None:  # noqa: ANN401 - an algorithm
+def take_over(checkpoint: dict[str, Any], module: Any) -> None:  # an algorithm
     """Check a checkpoint and take over its clock; if the Trainer resumes the run, also the rest of its state."""
     trainer, state, clock = module._trainer, checkpoint.get(CHECKPOINT_KEY, {}), module.clock
     if trainer is not None and not isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
@@ -85,7 +85,7 @@ def _follow_moved_folder(states: Mapping[str, dict[str, Any]], trainer: Trainer)
         state["best_k_models"] = {path.replace(old, new): score for path, score in state["best_k_models"].items()}
 
 
-def check_fits(checkpoint: Mapping[str, Any], module: Any) -> None:  # noqa: ANN401 - an algorithm
+def check_fits(checkpoint: Mapping[str, Any], module: Any) -> None:  # an algorithm
     """Raise a `ConfigurationError` that names the options, unless the parameters in a checkpoint fit `module`."""
     stored, own = checkpoint[CHECKPOINT_KEY]["options"], module.options
     for name in ("observation_space", "action_space"):
@@ -110,14 +110,14 @@ def check_fits(checkpoint: Mapping[str, Any], module: Any) -> None:  # noqa: ANN
     raise ConfigurationError(f"{settings} does not fit the checkpoint: expected {expected}")
 
 
-def _meaning(name: str, options: Mapping[str, Any]) -> Any:  # noqa: ANN401
+def _meaning(name: str, options: Mapping[str, Any]) -> Any:
     value = options.get(name)
     if name == "normalization.rewards":
         return reward_scale(value)
     return {} if name == "normalization.observations" and value is True else value
 
 
-def check_resumable(checkpoint: Mapping[str, Any], module: Any) -> None:  # noqa: ANN401 - an algorithm
+def check_resumable(checkpoint: Mapping[str, Any], module: Any) -> None:  # an algorithm
     """Raise a `ConfigurationError` if a checkpoint is of another algorithm or has only weights."""
     kind, algorithm = type(module), checkpoint[CHECKPOINT_KEY]["algorithm"]
     # A user's subclass also resumes checkpoints of its base.
@@ -134,7 +134,7 @@ def check_resumable(checkpoint: Mapping[str, Any], module: Any) -> None:  # noqa
         )
 
 
-def changes(checkpoint: Mapping[str, Any], module: Any) -> list[str]:  # noqa: ANN401 - an algorithm
+def changes(checkpoint: Mapping[str, Any], module: Any) -> list[str]:  # an algorithm
     """Return a sentence about each difference between a resumed run and its checkpoint."""
     trainer = module.trainer
     own, state = module.options, checkpoint[CHECKPOINT_KEY]
@@ -197,7 +197,7 @@ def _same_optimizers(stored: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
     return forms[0] == forms[1] and all(_same_class(stored, own, group) for group in _OPTIMIZERS)
 
 
-def adopt_settings(checkpoint: dict[str, Any], module: Any) -> None:  # noqa: ANN401 - an algorithm
+def adopt_settings(checkpoint: dict[str, Any], module: Any) -> None:  # an algorithm
     """Change the stored states of optimizers and schedulers to the options of `module`.
 
     * Optimizers of another class, number or grouping of parameters start with a new state, and so does a scheduler of
@@ -264,7 +264,7 @@ def _initial_rate(options: Mapping[str, Any], index: int) -> float:
     return parse_schedule("learning_rate", _rate(options, index)).at(0, None)
 
 
-def _rate(options: Mapping[str, Any], index: int) -> Any:  # noqa: ANN401 - a number or a schedule
+def _rate(options: Mapping[str, Any], index: int) -> Any:  # a number or a schedule
     critics = options.get("optimizer.critic.learning_rate")
     return critics if critics is not None and _is_of_critic(options, index) else options["learning_rate"]
 

@@ -86,7 +86,7 @@ class OnPolicyCLI(LightningCLI):
     """The checkpoint to resume or to evaluate, until it is compared with the model."""
     _purge_step: int | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # as in Lightning
         self._lock = run_folders.RunLock()
         try:
             super().__init__(*args, **kwargs)
@@ -105,7 +105,7 @@ class OnPolicyCLI(LightningCLI):
         known = LightningCLI.subcommands()
         return {name: known[name] for name in CommandParser.given[:1] if name in known} or known
 
-    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - as in Lightning
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # as in Lightning
         """Return a parser whose option `--config` also takes names of shipped configurations."""
         parser = self.parser_class(**{"dump_header": [f"lightning=={version('lightning')}"], **kwargs})
         parser.add_argument("-c", "--config", action=ActionConfig, help="A YAML file, or a shipped one: ppo/cartpole.")
@@ -199,11 +199,11 @@ class OnPolicyCLI(LightningCLI):
             lines += [f"with the changes: lightning-rl {shlex.join(CommandParser.given)} --resume_changes allow"]
             raise ConfigurationError("\n  ".join(lines))
 
-    def _option(self, name: str) -> Any:  # noqa: ANN401
+    def _option(self, name: str) -> Any:
         """Return an option of the command, with its classes instantiated."""
         return self.config_init[self.subcommand].get(name)
 
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:  # noqa: ANN401
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Give the Trainer a logger, checkpoints and a progress bar, unless the configuration has its own."""
         config = self._option("trainer")
         check_strategy(config.strategy or "auto")
@@ -263,7 +263,7 @@ class OnPolicyCLI(LightningCLI):
             if not has_any(LastCheckpoint):
                 yield LastCheckpoint(folder)
 
-    def fit(self, **kwargs: Any) -> None:  # noqa: ANN401
+    def fit(self, **kwargs: Any) -> None:
         """Train. Print where and until when, and after an interruption the command that resumes the run."""
         where = "" if self.run_dir is None else f" in {relative(self.run_dir)}"
         end = _end_of(self.trainer, self._option("trainer").max_time)

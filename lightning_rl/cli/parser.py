@@ -101,7 +101,7 @@ say = rank_zero_only(partial(print, flush=True))
 _YAML = "yaml_with_none"
 
 
-def _load_yaml(text: str) -> Any:  # noqa: ANN401
+def _load_yaml(text: str) -> Any:
     """Return the content of YAML in which `None` means null: the parser writes null in nested options as None."""
     tokens = [x for x in yaml.scan(text) if isinstance(x, yaml.ScalarToken)] if "None" in text else []
     for token in reversed([x for x in tokens if x.plain and x.value == "None"]):
@@ -157,7 +157,7 @@ def search_beside(config: str | None) -> None:
 class ActionConfig(ActionConfigFile):
     """The option `--config`, which takes a file or the name of a shipped configuration."""
 
-    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:  # noqa: ANN401
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
         try:
             resolved = resolve_config(values)
             if Path(resolved).is_file():  # the parser's own errors do not name the file
@@ -198,19 +198,19 @@ class CommandParser(LightningArgumentParser):
         """Store arguments and current folder of the program, for error messages."""
         cls.given, cls.folder = arguments, Path.cwd()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # as in Lightning
         # Abbreviated options are refused, as in a configuration.
         defaults = {"prog": "lightning-rl", "allow_abbrev": False, "parser_mode": _YAML}
         super().__init__(*args, **{**defaults, **kwargs})
 
-    def add_class_arguments(self, theclass: Any, nested_key: str | None = None, *args: Any, **kwargs: Any) -> list[str]:  # noqa: ANN401
+    def add_class_arguments(self, theclass: Any, nested_key: str | None = None, *args: Any, **kwargs: Any) -> list[str]:
         """Add the options of a class; `--model.help` leaves out the spaces, which the data give."""
         self.usage = f"{self.prog} [--{nested_key}.OPTION VALUE ...]"  # instead of all options, which follow
         if nested_key == "model":
             kwargs["skip"] = {"observation_space", "action_space"}
         return list(super().add_class_arguments(theclass, nested_key, *args, **kwargs))
 
-    def add_method_arguments(self, theclass: Any, themethod: str, *args: Any, **kwargs: Any) -> list[str]:  # noqa: ANN401
+    def add_method_arguments(self, theclass: Any, themethod: str, *args: Any, **kwargs: Any) -> list[str]:
         """Add the arguments of a method of the Trainer, and the options of every run."""
         self.usage = f"lightning-rl {themethod} [--config NAME] [--model ALGORITHM] [--data.env_id ID] [options]"
         self.description = f"{COMMANDS[themethod]} Options of an algorithm: lightning-rl {themethod} --model.help PPO. "
@@ -267,7 +267,7 @@ def unknown_settings(group: str, parameters: Iterable[Parameter]) -> list[str]:
     return sorted({".".join(x) for x in names if x[0] == group and len(x) > 1 and x[1] not in known})
 
 
-def _flat(name: str, content: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - YAML
+def _flat(name: str, content: Any) -> Iterator[tuple[str, Any]]:  # YAML
     if isinstance(content, dict):
         for key, value in content.items():
             beside = "class_path" in content and key not in ("class_path", *_NO_PART)
@@ -280,7 +280,7 @@ def _flat(name: str, content: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
         yield name, content
 
 
-def _content(name: str, value: str) -> Any:  # noqa: ANN401 - YAML
+def _content(name: str, value: str) -> Any:  # YAML
     """Return the content of a file or an argument; None if the parser will report an error in it."""
     try:
         path = Path(value if name else resolve_config(value))
@@ -344,7 +344,7 @@ def _mistakes(given: Sequence[tuple[str, Any]], types: Mapping[str, Any]) -> Ite
             yield last, f"{shown} is not valid: expected {_expected(types[name])}"
 
 
-def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401 - a type
+def _fits(value: object, hint: Any) -> bool:  # a type
     parser = ArgumentParser(exit_on_error=False)
     try:
         parser.add_argument("--value", type=hint)
@@ -354,7 +354,7 @@ def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401 - a type
     return True
 
 
-def _expected(hint: Any) -> str:  # noqa: ANN401 - a type
+def _expected(hint: Any) -> str:  # a type
     origin, parts = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, UnionType, Literal):
         *first, last = dict.fromkeys(str(part) if origin is Literal else _expected(part) for part in parts)

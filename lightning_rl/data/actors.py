@@ -174,7 +174,7 @@ class ActorSetup:
 def pack(rollout: Rollout, actor: int, share: bool = True) -> Rollout:
     """Return a copy of a rollout of an actor for another process: arrays, and shared memory for large tensors."""
 
-    def copied(x: Tensor) -> Any:  # noqa: ANN401 - a tensor or an array
+    def copied(x: Tensor) -> Any:  # a tensor or an array
         if share and x.nbytes > _MAX_IN_PIPE:
             return x.clone().share_memory_()  # type: ignore[no-untyped-call]
         return x.numpy().copy()

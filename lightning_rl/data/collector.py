@@ -227,7 +227,7 @@ class Collector:
         """
         begun = time.perf_counter()
 
-        def fill(rows: Any, x: Any) -> None:  # noqa: ANN401 - arrays of one leaf
+        def fill(rows: Any, x: Any) -> None:  # arrays of one leaf
             rows[t, :count], rows[t, count:] = x[:count], rows[t - 1, count:]
 
         map_leaves(fill, self.observations, observations)
@@ -328,7 +328,7 @@ class Collector:
         else:
             map_leaves(lambda whole, leaf: whole[t].copy_(leaf), whole, x)
 
-    def _view(self, x: Tensor) -> Any:  # noqa: ANN401 - an array or a tensor
+    def _view(self, x: Tensor) -> Any:  # an array or a tensor
         return x if self._has_tensors else x.numpy()
 
     def _on_host(self, name: str) -> np.ndarray[Any, Any]:

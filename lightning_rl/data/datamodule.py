@@ -130,7 +130,7 @@ class RolloutDataModule(LightningDataModule):
         evaluation: EvaluationOptions = EvaluationConfig(),
         info_keys: Sequence[str] = (),
         seed: int | None = None,
-        **unknown: Any,  # noqa: ANN401 - refused, with a suggestion
+        **unknown: Any,  # refused, with a suggestion
     ) -> None:
         super().__init__()
         refuse_unknown_options(type(self), unknown)
@@ -171,12 +171,12 @@ class RolloutDataModule(LightningDataModule):
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | IO[bytes],
-        map_location: Any = None,  # noqa: ANN401 - as torch.load has it
+        map_location: Any = None,  # as torch.load has it
         hparams_file: str | Path | None = None,
         weights_only: bool | None = None,
         *,
         trust: Sequence[str] = (),
-        **kwargs: Any,  # noqa: ANN401 - options
+        **kwargs: Any,  # options
     ) -> Self:
         """Return the data module of a checkpoint; see `OnPolicyAlgorithm.load_from_checkpoint`.
 
@@ -192,7 +192,7 @@ class RolloutDataModule(LightningDataModule):
             data.load_state_dict(checkpoint[cls.__qualname__])
         return data
 
-    def save_hyperparameters(self, *args: Any, frame: FrameType | None = None, **kwargs: Any) -> None:  # noqa: ANN401
+    def save_hyperparameters(self, *args: Any, frame: FrameType | None = None, **kwargs: Any) -> None:
         """Save the options of a subclass as Lightning does, with groups of options as dicts."""
         caller = inspect.currentframe()
         frame = frame or (None if caller is None else caller.f_back)

@@ -139,7 +139,7 @@ class Evaluator:
         path: tuple[int, ...],
         device: torch.device,
         num_agents: int,
-        **options: Any,  # noqa: ANN401 - of the function `run_episodes`
+        **options: Any,  # of the function `run_episodes`
     ) -> list[Episode]:
         """Play one whole episode for each of the `numbers`, by which films are numbered; see `run_episodes`.
 

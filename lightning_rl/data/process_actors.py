@@ -148,7 +148,7 @@ class ProcessActors(Actors):
             self._at_exit = functools.partial(kill, self._processes)
             atexit.register(self._at_exit)
 
-    def _start(self, context: Any, policy: nn.Module) -> None:  # noqa: ANN401 - multiprocessing types no `Process` here
+    def _start(self, context: Any, policy: nn.Module) -> None:  # multiprocessing types no `Process` here
         for actor in range(self.options.count):
             own, theirs = context.Pipe()
             args = (actor, self.setup, policy, self._weights, self._stopped, theirs)

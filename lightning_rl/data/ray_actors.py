@@ -174,7 +174,7 @@ class RayActors(Actors):
         self._requests[reference] = actor, member.life, settings
         member.requested += 1
 
-    def _take_answer(self, reference: Any) -> Rollout | None:  # noqa: ANN401 - a type of Ray
+    def _take_answer(self, reference: Any) -> Rollout | None:  # a type of Ray
         """Process an answer, and send the next request; return the rollout if the answer is one."""
         actor, life, settings = self._requests.pop(reference)
         member = self._members[actor]
@@ -236,7 +236,7 @@ class RayActors(Actors):
                     )
 
 
-def _connect(ray: Any, address: str | None) -> bool:  # noqa: ANN401 - a module
+def _connect(ray: Any, address: str | None) -> bool:  # a module
     """Return whether a session with Ray had to be started; without a cluster raise a `ConfigurationError`."""
     if ray.is_initialized():
         return False

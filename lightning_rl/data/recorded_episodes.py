@@ -141,7 +141,7 @@ class RecordedEpisodes(RolloutDataModule):
         num_envs: int = 8,
         rollout_length: int = 128,
         rollouts_per_epoch: int = 10,
-        **kwargs: Any,  # noqa: ANN401 - options of the base class
+        **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(env_id, num_envs, rollout_length, rollouts_per_epoch, **kwargs)
         found = _checked(load_episodes(episodes) if isinstance(episodes, str | Path) else episodes)
@@ -175,7 +175,7 @@ class RecordedEpisodes(RolloutDataModule):
         drawn = torch.randint(len(self._steps["rewards"]), shape, generator=torch.Generator().manual_seed(seed))
         dtypes = map_space(lambda leaf: observation_dtype(leaf, dtype), self.observation_space)
 
-        def rows(x: Any, dtype: Any = None) -> Tensor:  # noqa: ANN401
+        def rows(x: Any, dtype: Any = None) -> Tensor:
             return torch.from_numpy(np.asarray(x[drawn.numpy()], dtype))
 
         observations = map_leaves(lambda dtype, x: rows(x, dtype), dtypes, self._steps["observations"])

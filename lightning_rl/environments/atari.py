@@ -47,7 +47,7 @@ class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._action = 0
         return observation, info
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         probability = self.repeat_action_probability
         if not probability or self.unwrapped.np_random.random() >= probability:
             self._action = action
@@ -67,7 +67,7 @@ class GameScore(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.games += 1
         return self.env.reset(seed=seed, options=options)
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.score += float(reward)
         self._length += 1
@@ -107,7 +107,7 @@ class EpisodicLife(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._lives = self._current_lives()
         return observation, info
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)
         self._game_over = terminated or truncated
         lives = self._current_lives()
@@ -148,7 +148,7 @@ class WholeGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._score = 0.0
         return self.env.reset(seed=seed, options={**(options or {}), "new_game": True})
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, _, terminated, truncated, info = self.env.step(action)
         if terminated and "game_return" not in info:
             games = self._game.games
@@ -169,7 +169,7 @@ class VectorGameScore(VectorWrapper):
     has the raw rewards.
     """
 
-    def __init__(self, env: Any, clips_rewards: bool) -> None:  # noqa: ANN401
+    def __init__(self, env: Any, clips_rewards: bool) -> None:
         super().__init__(env)
         self._clips_rewards = clips_rewards
         self._mode = autoreset_mode(env)
@@ -177,14 +177,14 @@ class VectorGameScore(VectorWrapper):
         self._lives = np.zeros(env.num_envs, np.int64)
         self._resets_next = np.zeros(env.num_envs, bool)
 
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         observations, infos = self.env.reset(seed=seed, options=options)
         which = (options or {}).get("reset_mask", slice(None))
         self._scores[which], self._lengths[which], self._resets_next[which] = 0.0, 0, False
         self._lives = infos["lives"].copy()
         return observations, infos
 
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         plays = ~self._resets_next
         self._scores += np.where(plays, infos.get("reward", rewards), 0)

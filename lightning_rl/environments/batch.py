@@ -79,20 +79,20 @@ class CheckedArrays(VectorWrapper):
     `recorded` and `restore` add the last observations to the environment's own `state_dict`; `seed` is its first seed.
     """
 
-    def __init__(self, env: Any, seed: Any) -> None:  # noqa: ANN401
+    def __init__(self, env: Any, seed: Any) -> None:
         super().__init__(env)
         self._seed, self._observations = seed, None
         self._is_same_step = autoreset_mode(env) is AutoresetMode.SAME_STEP
         self._is_checked = False
 
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         observations, infos = self.env.reset(seed=seed, options=options)
         if not self._is_checked:
             check_values(self.env, observations, infos)
         self._observations = observations
         return observations, infos
 
-    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
+    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         # Copies, since an environment may write into its action.
         observations, rewards, terminated, truncated, infos = self.env.step(map_leaves(np.copy, actions))
         if not self._is_checked:
@@ -117,7 +117,7 @@ class CheckedArrays(VectorWrapper):
         return np.ones(self.num_envs, bool), self._observations
 
 
-def check_values(env: Any, observations: Nested, infos: Any, **rows: Any) -> None:  # noqa: ANN401
+def check_values(env: Any, observations: Nested, infos: Any, **rows: Any) -> None:
     """Raise `Unexpected` unless values of a vectorized environment are in arrays `[B, ...]` that fit its space."""
     check_info(infos)
     space = batch_space(env.single_observation_space, env.num_envs)
@@ -139,7 +139,7 @@ class EnvironmentServer:
     def __init__(self, env: gymnasium.Env[Any, Any], index: int, observations: Nested) -> None:
         self.env, self.index, self.observations = env, index, observations
 
-    def answer(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 - any answer
+    def answer(self, name: str, *arguments: Any) -> Any:  # any answer
         env, answer = self.env, None
         if name == "call":
             attribute = env.get_wrapper_attr(arguments[0])
@@ -199,7 +199,7 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
         """Replace a lost worker; return the first observation and `info` of the next episode."""
         raise NotImplementedError
 
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         # Copies, since an environment may write into its action.
         taken = enumerate(iterate(self.action_space, map_leaves(np.copy, actions)))
         outcomes = self.ask({index: ("step", action) for index, action in taken})
@@ -213,7 +213,7 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
         infos = [self.replace(index)[1] if info is None else info for index, info in enumerate(answers)]
         return self.observations, batch_infos(infos)
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:  # noqa: ANN401
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of every environment, or get an attribute; None for a lost worker; raises as `step`."""
         return tuple(self.ask(dict.fromkeys(range(self.num_envs), ("call", name, args, kwargs))))
 
@@ -224,7 +224,7 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
     def get_attr(self, name: str) -> tuple[Any, ...]:
         return self.call(name)
 
-    def set_attr(self, name: str, values: Any) -> None:  # noqa: ANN401
+    def set_attr(self, name: str, values: Any) -> None:
         each = values if isinstance(values, list | tuple) else [values] * self.num_envs
         self.call_each("set_wrapper_attr", [(name, value) for _, value in zip(range(self.num_envs), each, strict=True)])
 
@@ -273,12 +273,12 @@ class LocalVectorEnv(EnvironmentPool):
     def ask(self, messages: Mapping[int, Message]) -> list[Any]:
         return [self._servers[index].answer(*message) for index, message in messages.items()]
 
-    def close_extras(self, **kwargs: Any) -> None:  # noqa: ANN401
+    def close_extras(self, **kwargs: Any) -> None:
         for env in self.envs:
             env.close()
 
 
-def stateful_parts(env: Any) -> tuple[list[VectorHistory], Any]:  # noqa: ANN401 - a vector environment
+def stateful_parts(env: Any) -> tuple[list[VectorHistory], Any]:  # a vector environment
     """Return the wrappers with a history, innermost first, and the environment inside that can record and restore.
 
     The latter is None if the environment cannot, or if a wrapper of another kind may have a state too.
@@ -305,7 +305,7 @@ def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
     return {**state, **counts, "environments": [*kept, *beginning]}
 
 
-def to_array(x: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401
+def to_array(x: Any) -> np.ndarray[Any, Any]:
     """Return a tensor's values as an array."""
     if not isinstance(x, torch.Tensor):
         return np.asarray(x)
@@ -418,7 +418,7 @@ class EnvironmentBatch:
         """Let `choose` choose actions in the next step, see `WorkerPool.choose_ahead`; requires `can_step_ahead`."""
         self._base.choose_ahead = choose
 
-    def step(self, actions: Any) -> Step:  # noqa: ANN401 - nested
+    def step(self, actions: Any) -> Step:  # nested
         """Step every environment once.
 
         An environment that raises, returns a number that is not finite in float32, or whose worker process dies or
@@ -567,7 +567,7 @@ class EnvironmentBatch:
             self._tracker.start_at(index, int(infos[EPISODE][index]) - int(ended[index]))
         return np.flatnonzero(infos[f"_{LOST}"]).tolist() if LOST in infos else []
 
-    def _reset(self, **kwargs: Any) -> Nested:  # noqa: ANN401 - the arguments of `VectorEnv.reset`
+    def _reset(self, **kwargs: Any) -> Nested:  # the arguments of `VectorEnv.reset`
         with self._named("reset"):
             observations, infos = self.env.reset(**kwargs)
         if FAILURE in infos:

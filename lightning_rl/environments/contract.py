@@ -45,7 +45,7 @@ EnvSettings: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 _TENSOR = "lightning_rl/tensor"
 
 
-def to_tensors(value: Any, name: str) -> Any:  # noqa: ANN401
+def to_tensors(value: Any, name: str) -> Any:
     """Return a copy of nested plain values, arrays and tensors that a checkpoint can hold, for `to_arrays`.
 
     Other values raise a `ConfigurationError` with their place in `value`, which is called `name`.
@@ -64,14 +64,14 @@ def to_tensors(value: Any, name: str) -> Any:  # noqa: ANN401
     return value
 
 
-def _to_key(key: Any, name: str) -> Any:  # noqa: ANN401
+def _to_key(key: Any, name: str) -> Any:
     """Return a key with Python numbers in place of NumPy's, since a tensor would be another key after loading."""
     if type(key) is tuple:
         return tuple(_to_key(x, name) for x in key)
     return to_tensors(key.item() if isinstance(key, np.generic) else key, f"key of {name}")
 
 
-def to_arrays(value: Any) -> Any:  # noqa: ANN401
+def to_arrays(value: Any) -> Any:
     """Return the value that `to_tensors` converted; arrays share the memory of their tensors."""
     if isinstance(value, dict):
         return value[_TENSOR] if _TENSOR in value else {key: to_arrays(x) for key, x in value.items()}
@@ -169,7 +169,7 @@ def _comes_from_signal(error: BaseException) -> bool:
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def _code_of(handler: Any) -> CodeType | None:  # noqa: ANN401 - a function, a callable object or a number
+def _code_of(handler: Any) -> CodeType | None:  # a function, a callable object or a number
     """Return the code of a signal handler written in Python, None for other handlers."""
     while isinstance(handler, functools.partial):
         handler = handler.func
@@ -226,7 +226,7 @@ def find_bad(path: str, space: spaces.Space[Any]) -> Find | None:
     return functools.partial(find_not_finite, name) if is_float else None
 
 
-def _find_outside(name: str, space: spaces.Space[Any], low: Any, high: Any, rows: Array) -> tuple[int, str] | None:  # noqa: ANN401
+def _find_outside(name: str, space: spaces.Space[Any], low: Any, high: Any, rows: Array) -> tuple[int, str] | None:
     outside = (rows < low) | (rows > high)  # 2 µs in a step, after which an encoder may fail or ignore the value
     if not np.count_nonzero(outside):
         return None
@@ -238,7 +238,7 @@ class Unexpected(Exception):
     """An environment returned a value that its interface or its space does not allow; the message names the value."""
 
 
-def to_number(reward: Any) -> float:  # noqa: ANN401 - any value of an environment
+def to_number(reward: Any) -> float:  # any value of an environment
     """Return a reward as a Python number; raise `Unexpected` unless it is a single number."""
     with contextlib.suppress(TypeError, ValueError):
         if not isinstance(reward, str | bytes) and np.ndim(reward) == 0:
@@ -286,7 +286,7 @@ def _column(length: int, values: dict[int, Any], of_numbers: bool) -> np.ndarray
     return column
 
 
-def row_of(batch: Any, index: int) -> Any:  # noqa: ANN401 - nested
+def row_of(batch: Any, index: int) -> Any:  # nested
     """Return the values of one environment in nested arrays `[B, ...]`, or in an array with an object for each."""
     return map_leaves(itemgetter(index), batch)
 

@@ -35,7 +35,7 @@ from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_spac
 from lightning_rl.validation import check
 
 
-def to_flag(name: str, flag: Any) -> bool:  # noqa: ANN401
+def to_flag(name: str, flag: Any) -> bool:
     """Return `terminated` or `truncated` as a boolean; raise `Unexpected` unless it is a single True, False, 1 or 0."""
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         plain = np.asarray(flag)
@@ -44,13 +44,13 @@ def to_flag(name: str, flag: Any) -> bool:  # noqa: ANN401
     raise Unexpected(f"returned {name} {reprlib.repr(flag)}: expected True or False")
 
 
-def check_info(info: Any) -> None:  # noqa: ANN401
+def check_info(info: Any) -> None:
     """Raise `Unexpected` unless `info` is a dict."""
     if not isinstance(info, dict):
         raise Unexpected(f"returned info {reprlib.repr(info)}: expected a dict")
 
 
-def fit_leaf(path: str, space: spaces.Space[Any], x: Any) -> Any:  # noqa: ANN401
+def fit_leaf(path: str, space: spaces.Space[Any], x: Any) -> Any:
     """Return a leaf of an observation in a type that every backend can store.
 
     Numbers are converted to the type of the space, but floating-point numbers of another width stay as they are. A leaf
@@ -79,7 +79,7 @@ def fit_leaf(path: str, space: spaces.Space[Any], x: Any) -> Any:  # noqa: ANN40
     )
 
 
-def fit(space: spaces.Space[Any], paths: Nested, leaf_spaces: Nested, observation: Any) -> Nested:  # noqa: ANN401
+def fit(space: spaces.Space[Any], paths: Nested, leaf_spaces: Nested, observation: Any) -> Nested:
     """Apply `fit_leaf` to all leaves of an observation; one of another structure than its space raises too."""
     try:
         return map_leaves(fit_leaf, paths, leaf_spaces, observation)
@@ -179,7 +179,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._begin_log()
         return observation, info
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         # A copy, since the environment may write into its action.
         logged: Any = action if type(action) in _NUMBERS else map_leaves(np.copy, action)
         self.step_count += 1
@@ -266,7 +266,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             return not depends_on_past and self._replay(record)
         return False
 
-    def _reset_env(self, options: dict[str, Any] | None) -> Any:  # noqa: ANN401 - unchecked
+    def _reset_env(self, options: dict[str, Any] | None) -> Any:  # unchecked
         attributes, reset_options = self._settings
         for name, value in attributes.items():
             self.env.set_wrapper_attr(name, value)
@@ -304,13 +304,13 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._blocks = []
         self._log = []
 
-    def _fit(self, observation: Any) -> Nested:  # noqa: ANN401
+    def _fit(self, observation: Any) -> Nested:
         observation = fit(self.env.observation_space, self._paths, self._leaf_spaces, observation)
         if type(observation) is np.ndarray:
             self._dtype = observation.dtype  # floats of another width need no second check
         return observation
 
-    def _warn_outside(self, path: str, space: spaces.Space[Any], x: Any) -> None:  # noqa: ANN401
+    def _warn_outside(self, path: str, space: spaces.Space[Any], x: Any) -> None:
         if not isinstance(space, spaces.Box):  # `EnvironmentBatch` checks each observation
             return
         name = f"observation {path}".rstrip()
@@ -359,7 +359,7 @@ class RestartingEpisodes(SeededEpisodes):
         except EnvironmentFailure as failure:
             return self._restart(failure)
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         try:
             observation, reward, terminated, truncated, info = super().step(action)
             map_leaves(self._check_finite, self._paths, observation)
@@ -402,7 +402,7 @@ class RestartingEpisodes(SeededEpisodes):
             else:
                 return observation, info | {FAILURE: failures, EPISODE: self.episode}
 
-    def _check_finite(self, path: str, x: Any, name: str = "observation") -> None:  # noqa: ANN401
+    def _check_finite(self, path: str, x: Any, name: str = "observation") -> None:
         rows = np.asarray(x)[None]
         if rows.dtype.kind == "f" and (found := find_not_finite(f"{name} {path}".rstrip(), rows)) is not None:
             raise self._failure(found[1])

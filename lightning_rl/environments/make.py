@@ -176,7 +176,7 @@ def make_envpool(
 class _BatchedSpaces(VectorWrapper):
     """Adds the spaces of the batch, which vector wrappers need, to EnvPool's environments."""
 
-    def __init__(self, env: Any) -> None:  # noqa: ANN401
+    def __init__(self, env: Any) -> None:
         super().__init__(env)
         self.observation_space = batch_space(env.single_observation_space, env.num_envs)
         self.action_space = batch_space(env.single_action_space, env.num_envs)
@@ -276,7 +276,7 @@ def _frames_per_step(spec: EnvironmentSpec, atari: AtariPreprocessing | None) ->
     return spec.env.action_repeat if atari is None else atari.frame_skip
 
 
-def _repeat_reader(spec: EnvironmentSpec, atari: AtariPreprocessing | None) -> Any:  # noqa: ANN401 - a function
+def _repeat_reader(spec: EnvironmentSpec, atari: AtariPreprocessing | None) -> Any:  # a function
     frames, learned = _frames_per_step(spec, atari), learned_repeat(spec.env.learned_action_repeat)
     if learned is None and frames == 1:
         return None
@@ -295,7 +295,7 @@ def _split_wrappers(spec: EnvironmentSpec) -> tuple[list[ClassSpec], list[ClassS
     return single, vector
 
 
-def _wrapped(env: Any, wrappers: list[ClassSpec]) -> Any:  # noqa: ANN401 - a single or a vector environment
+def _wrapped(env: Any, wrappers: list[ClassSpec]) -> Any:  # a single or a vector environment
     for wrapper in wrappers:
         try:
             env = instantiate("env.wrappers", wrapper, WRAPPERS, env)

@@ -96,7 +96,7 @@ class ParallelEnvVector(VectorEnv):
             self._start(index, 0, infos, options)
         return self._concatenated(), batch_infos(infos) | self._absent()
 
-    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
+    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         rewards = np.zeros(self.num_envs)
         terminated, truncated, idle = (np.zeros(self.num_envs, bool) for _ in range(3))
         finals = np.full(self.num_envs, None, object)
@@ -131,7 +131,7 @@ class ParallelEnvVector(VectorEnv):
             batched[IDLE] = idle
         return self._concatenated(), rewards, terminated, truncated, batched
 
-    def close_extras(self, **kwargs: Any) -> None:  # noqa: ANN401
+    def close_extras(self, **kwargs: Any) -> None:
         for env in self.copies:
             env.close()
 
@@ -193,7 +193,7 @@ class ParallelEnvVector(VectorEnv):
         observations, *answers = env.step({agent: self._unpadded(agent, x) for agent, x in each if agent in env.agents})
         return self._see(index, observations), *answers
 
-    def _unpadded(self, agent: Any, action: Nested) -> Nested:  # noqa: ANN401
+    def _unpadded(self, agent: Any, action: Nested) -> Nested:
         space = self._taken[agent]
         if isinstance(space, spaces.Box) and space != self.single_action_space:
             return np.clip(action[: space.shape[0]], space.low, space.high)
@@ -221,12 +221,12 @@ class ParallelEnvVector(VectorEnv):
     def _rows_of(self, index: int) -> slice:
         return slice(index * len(self.agents), (index + 1) * len(self.agents))
 
-    def _concatenated(self) -> Any:  # noqa: ANN401
+    def _concatenated(self) -> Any:
         self._observations = concatenate(self.single_observation_space, self._rows, self._observations)
         return self._observations
 
 
-def _common(what: str, by_agent: Mapping[Any, spaces.Space[Any]]) -> Any:  # noqa: ANN401 - a space
+def _common(what: str, by_agent: Mapping[Any, spaces.Space[Any]]) -> Any:  # a space
     """Return the space of all agents: the same, or the largest one, to which the others are padded."""
     all_spaces: list[Any] = list(by_agent.values())
     first = all_spaces[0]
@@ -254,7 +254,7 @@ def make_parallel_env(
     state: State | None = None,
     team_reward: bool = False,
     max_episode_steps: int | None = None,
-    **options: Any,  # noqa: ANN401 - of `parallel_env`
+    **options: Any,  # of `parallel_env`
 ) -> ParallelEnvVector:
     """Make the environments of the id `PettingZoo/<module>`, with `parallel_env` of this module."""
     limit = {} if max_episode_steps is None else {"max_cycles": max_episode_steps}

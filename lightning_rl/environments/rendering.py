@@ -26,10 +26,10 @@ _MUJOCO_HINT = (
 class FilmMaker(Protocol):
     """Opens and finishes the video of each episode, by its number."""
 
-    def open(self, number: int, fps: float) -> Any:  # noqa: ANN401 - an object with `append(frame)` and `discard()`
+    def open(self, number: int, fps: float) -> Any:  # an object with `append(frame)` and `discard()`
         """Return a video, with methods `append(frame)` and `discard()`."""
 
-    def finished(self, number: int, video: Any) -> None:  # noqa: ANN401 - the result of `open`
+    def finished(self, number: int, video: Any) -> None:  # the result of `open`
         """Take the video of a finished episode."""
 
 
@@ -52,7 +52,7 @@ class Camera(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Record the next episodes, which have these numbers."""
         self._maker, self._numbers = maker, deque(numbers)
 
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401 - the arguments of `Env.reset`
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:  # the arguments of `Env.reset`
         result = self.env.reset(**kwargs)
         self._discard()
         if self._maker is not None and self._numbers:
@@ -60,7 +60,7 @@ class Camera(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._film.append(take_picture(self.env))
         return result
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         result = self.env.step(action)
         if self._film is not None:
             self._step += 1
@@ -83,7 +83,7 @@ class Camera(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._film = None
 
 
-def cameras(env: Any) -> Iterator[Camera]:  # noqa: ANN401 - a SyncVectorEnv with its wrappers
+def cameras(env: Any) -> Iterator[Camera]:  # a SyncVectorEnv with its wrappers
     """Yield the camera of each environment."""
     for single in env.unwrapped.envs:
         while not isinstance(single, Camera):

@@ -101,7 +101,7 @@ class TensorEnvironments(EnvironmentBatch):
             raise EnvironmentFailure(f"environment {shown} returned an observation or reward that is NaN or infinite")
 
     @property
-    def _own(self) -> Any:  # noqa: ANN401 - a vector environment
+    def _own(self) -> Any:  # a vector environment
         """The environment with the whole state; None if it has no `state_dict`, or if a wrapper may have a state."""
         env: Any = self.env
         while isinstance(env, TransformReward):
@@ -170,14 +170,14 @@ class AsArrays(VectorWrapper):
 
     _observations: Nested
 
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if options and "reset_mask" in options:
             options = {**options, "reset_mask": self._to_tensor(np.asarray(options["reset_mask"]))}
         self._observations, infos = self.env.reset(seed=seed, options=options)
         _check_tensors(self.env, self._observations)
         return map_leaves(to_array, self._observations), infos
 
-    def step(self, actions: Any) -> Any:  # noqa: ANN401
+    def step(self, actions: Any) -> Any:
         before = self._observations
         same_step = autoreset_mode(self.env) is AutoresetMode.SAME_STEP
         if same_step:

@@ -90,7 +90,7 @@ class WorkerPool(EnvironmentPool):
         self._at_exit = functools.partial(kill, self.processes)
         atexit.register(self._at_exit)
 
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Step every environment; raise an `EnvironmentFailure` if one raised or was lost too often in a row.
 
         A worker that raised outside its environment, or was lost and is not replaced, raises a `WorkerFailure`.
@@ -217,7 +217,7 @@ class WorkerPool(EnvironmentPool):
             raise self._failure(self._lost)
         return answers
 
-    def _receive(self, index: int, deadline: float) -> Any:  # noqa: ANN401 - any answer
+    def _receive(self, index: int, deadline: float) -> Any:  # any answer
         if index in self._lost:
             return None
         try:
@@ -248,7 +248,7 @@ class WorkerPool(EnvironmentPool):
         return WorkerFailure(list(lost), f"gave no answer within env.step_timeout={self.timeout:g} seconds")
 
 
-def send(pipe: Any, message: Any) -> None:  # noqa: ANN401 - a connection, and any message
+def send(pipe: Any, message: Any) -> None:  # a connection, and any message
     """Pickle and send a message in half the time of `pipe.send`, with tensors by value."""
     pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
@@ -256,13 +256,13 @@ def send(pipe: Any, message: Any) -> None:  # noqa: ANN401 - a connection, and a
 def as_arrays(memory: Nested, space: gymnasium.Space[Any]) -> Nested:
     """Return the arrays `[B, ...]` of a space in shared memory."""
 
-    def view(leaf: gymnasium.Space[Any], bytes_: Tensor) -> Any:  # noqa: ANN401 - an array
+    def view(leaf: gymnasium.Space[Any], bytes_: Tensor) -> Any:  # an array
         return bytes_.numpy().view(np.zeros(0, leaf.dtype).dtype).reshape(len(bytes_), *(leaf.shape or ()))
 
     return map_leaves(view, map_space(lambda leaf: leaf, space), memory)
 
 
-def _work(index: int, make: Factory, pipe: Any) -> None:  # noqa: ANN401 - a connection
+def _work(index: int, make: Factory, pipe: Any) -> None:  # a connection
     """Describe an environment, receive the memory for observations, and serve it until a message None or a failure."""
     live_with_parent()
     env = None
@@ -302,7 +302,7 @@ def live_with_parent() -> None:
     threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
 
 
-def _exit_after(parent: Any) -> None:  # noqa: ANN401 - multiprocessing has no public type for it
+def _exit_after(parent: Any) -> None:  # multiprocessing has no public type for it
     parent.join()
     os._exit(1)
 

@@ -62,7 +62,7 @@ def closed_form(form: type[PPOLoss], reads: Sequence[str]) -> Callable[[_Loss], 
     return mark
 
 
-def step_progress(model: LightningModule) -> Any:  # noqa: ANN401
+def step_progress(model: LightningModule) -> Any:
     """Return the counter of Lightning's global steps in manual optimization."""
     return model.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
 
@@ -76,17 +76,17 @@ class FastEngine:
         self.closed_form = closed_form
         self._gradients: list[tuple[nn.Parameter, Tensor]] | None = None
 
-    def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> Step | None:  # noqa: ANN401
+    def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> Step | None:
         """Return None: this engine has no program for a whole step."""
         return None
 
-    def loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> Any:  # noqa: ANN401
+    def loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> Any:
         """Return the loss over a minibatch, whose `total` is for `backward`."""
         known = self.known_loss(model, loss_of, batch, part)
         loss, self._gradients = (loss_of(batch), None) if known is None else known
         return loss
 
-    def known_loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> KnownLoss | None:  # noqa: ANN401
+    def known_loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> KnownLoss | None:
         """Return the loss with its gradients; None if autograd has to compute them."""
         has_form = self.closed_form is not None and part is None and loss_of == model.loss
         return self.closed_form(batch) if has_form else None  # type: ignore[misc]
@@ -145,7 +145,7 @@ class CompiledEngine(FastEngine):
     `captures` has the captured graphs of each loss, `failed` the losses that cannot be compiled.
     """
 
-    def __init__(self, model: Any) -> None:  # noqa: ANN401 - an algorithm, whose module imports this folder
+    def __init__(self, model: Any) -> None:  # an algorithm, whose module imports this folder
         super().__init__()
         self._model = model
         # A loss from another package may read the advantages of a minibatch.
@@ -163,7 +163,7 @@ class CompiledEngine(FastEngine):
         """Require a check of the guards for the next minibatch."""
         self._binding = None
 
-    def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> Step | None:  # noqa: ANN401
+    def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> Step | None:
         """Take a whole step of `GradientSteps` in one program and count it; None if there is no such program."""
         key = self._key(loss_of)
         if world_size() > 1 or steps.rollback or key in self.failed or (key, steps.part) in self._apart:
@@ -199,7 +199,7 @@ class CompiledEngine(FastEngine):
             progress.increment_completed()
         return cast(Step, program.result)
 
-    def known_loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> KnownLoss | None:  # noqa: ANN401
+    def known_loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> KnownLoss | None:
         if self._key(loss_of) in self.failed:
             return None
 
@@ -215,11 +215,11 @@ class CompiledEngine(FastEngine):
     def _run(
         self,
         loss_of: Callable[[Any], Any],
-        batch: Any,  # noqa: ANN401
+        batch: Any,
         how: tuple[Any, ...],
         program_of: Callable[[Graph], Any],
         call: Callable[[Any, Sequence[Any]], Sequence[Tensor]],
-    ) -> Any:  # noqa: ANN401 - a program
+    ) -> Any:  # a program
         """Call a program of a loss for a minibatch, and return it; None if there is none, or if it fails."""
         signature = self._signature(loss_of, batch, how)
         if (binding := self._fitted(signature, batch)) is not None:
@@ -239,10 +239,7 @@ class CompiledEngine(FastEngine):
         return used
 
     def _guarded(
-        self,
-        loss_of: Callable[[Any], Any],
-        batch: Any,  # noqa: ANN401
-        compute: Callable[[Graph], Sequence[Tensor]],
+        self, loss_of: Callable[[Any], Any], batch: Any, compute: Callable[[Graph], Sequence[Tensor]]
     ) -> Graph | None:
         """Check the guards of a loss and compute its graph; on failure, log the reason and return None."""
         key = self._key(loss_of)
@@ -276,10 +273,10 @@ class CompiledEngine(FastEngine):
             return None
         return graph
 
-    def _key(self, loss_of: Callable[[Any], Any]) -> Any:  # noqa: ANN401
+    def _key(self, loss_of: Callable[[Any], Any]) -> Any:
         return getattr(loss_of, "__func__", loss_of)
 
-    def _signature(self, loss_of: Callable[[Any], Any], batch: Any, how: tuple[Any, ...]) -> tuple[Any, ...] | None:  # noqa: ANN401
+    def _signature(self, loss_of: Callable[[Any], Any], batch: Any, how: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return a key that is equal for minibatches that share a check of the guards; None if each needs its own."""
         if type(batch) is not Batch or batch.sequences is not None:
             return None
@@ -290,7 +287,7 @@ class CompiledEngine(FastEngine):
         own = vars(self._model)
         return itertools.chain(own.values(), own["_buffers"].values(), vars(self._model.estimator).values())
 
-    def _fitted(self, signature: tuple[Any, ...] | None, batch: Any) -> Binding | None:  # noqa: ANN401
+    def _fitted(self, signature: tuple[Any, ...] | None, batch: Any) -> Binding | None:
         """Return the current binding with the inputs of a minibatch, or None if the guards need a check."""
         binding = self._binding
         if binding is None or signature is None or binding.signature != signature:
@@ -305,7 +302,7 @@ class CompiledEngine(FastEngine):
             binding.inputs[k] = found[place]
         return binding
 
-    def _bind(self, graph: Graph, batch: Any, signature: tuple[Any, ...] | None, program: Any) -> None:  # noqa: ANN401
+    def _bind(self, graph: Graph, batch: Any, signature: tuple[Any, ...] | None, program: Any) -> None:
         """Skip the guards for further minibatches if the origin of each input of the graph is known."""
         if signature is None or graph.has_side_effects:
             return
@@ -323,7 +320,7 @@ class CompiledEngine(FastEngine):
             attributes = [*self._attributes()]
             self._binding = Binding(graph, program, [*graph.inputs], signature, attributes)
 
-    def _scalar(self, key: Any, value: float) -> Tensor:  # noqa: ANN401
+    def _scalar(self, key: Any, value: float) -> Tensor:
         """Return the scalar tensor of a number, filled with its current value."""
         if key not in self._scalars:
             dtype = torch.promote_types(self._model.dtype, torch.float32)
@@ -353,7 +350,7 @@ def _layout(tensors: Iterable[Tensor]) -> list[Any]:
     return [(x.shape, x.stride(), x.dtype) for x in tensors]
 
 
-def _vectors(steps: Any) -> list[list[Vectors]]:  # noqa: ANN401
+def _vectors(steps: Any) -> list[list[Vectors]]:
     """Return the vectors of each active optimizer; an empty list if a parameter is frozen or in no vector."""
     found: list[list[Vectors]] = []
     for optimizer in () if steps.model.frozen_parameters(steps.part) else steps.optimizers:
@@ -390,7 +387,7 @@ def engine_for(model: LightningModule) -> FastEngine | None:
     return engine
 
 
-def why_not(model: Any) -> str | None:  # noqa: ANN401
+def why_not(model: Any) -> str | None:
     """Return the reason why a model needs Lightning's own backward pass and step, or None."""
     fast_paths = model.options["debug.fast_paths"]
     if fast_paths == "none":
@@ -417,7 +414,7 @@ def why_not(model: Any) -> str | None:  # noqa: ANN401
     return next((f"{owner} overrides {name}" for owner, name in found if name is not None), None)
 
 
-def why_not_compiled(model: Any) -> str | None:  # noqa: ANN401
+def why_not_compiled(model: Any) -> str | None:
     """Return the reason why the losses of a model cannot be compiled, or None."""
     if getattr(model.policy, "memory", None) is not None:
         return "the policy has memory, and its sequences differ in length between rollouts"
@@ -437,7 +434,7 @@ def compiler_problem(device: torch.device) -> str | None:
     return None
 
 
-def closed_form_of(model: Any) -> PPOLoss | str:  # noqa: ANN401
+def closed_form_of(model: Any) -> PPOLoss | str:
     """Return the closed form of the loss of a model, or the reason why there is none."""
     form, reads = getattr(getattr(type(model), "loss", None), _MARK, (None, ()))
     if form is None:

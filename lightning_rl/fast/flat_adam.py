@@ -23,7 +23,7 @@ _ALIGNMENT_BYTES = 64
 _MOST_ENTRIES = 2**18
 
 
-def default_optimizer(model: Any) -> ClassSpec | None:  # noqa: ANN401 - an algorithm
+def default_optimizer(model: Any) -> ClassSpec | None:  # an algorithm
     """Return `FlatAdam` for whole parameters on CPU and CUDA devices, None for others or without fast paths."""
     has_vectors = model.device.type in ("cpu", "cuda") and model.device_mesh is None
     if model.options["debug.fast_paths"] == "none" or not has_vectors:
@@ -45,11 +45,11 @@ class FlatAdam(Adam):
     _vectors: list[Vectors] | None = None  # one per group; [] if Adam takes the steps, None if not known yet
     _has_step_hooks = False
 
-    def register_step_pre_hook(self, hook: Any) -> RemovableHandle:  # noqa: ANN401 - a type that is private to PyTorch
+    def register_step_pre_hook(self, hook: Any) -> RemovableHandle:  # a type that is private to PyTorch
         self._has_step_hooks = True
         return super().register_step_pre_hook(hook)
 
-    def register_step_post_hook(self, hook: Any) -> RemovableHandle:  # noqa: ANN401 - a type that is private to PyTorch
+    def register_step_post_hook(self, hook: Any) -> RemovableHandle:  # a type that is private to PyTorch
         self._has_step_hooks = True
         return super().register_step_post_hook(hook)
 
@@ -73,7 +73,7 @@ class FlatAdam(Adam):
         return found
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; return the result of `closure`, which computes loss and gradients again."""
         loss = None
         if closure is not None:

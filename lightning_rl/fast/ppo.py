@@ -53,7 +53,7 @@ class PPOLoss:
 
     def __init__(
         self,
-        model: Any,  # noqa: ANN401 - PPO's module imports this one
+        model: Any,  # PPO's module imports this one
         actor: Sequence[nn.Parameter],
         critic: Sequence[nn.Parameter],
         shared: Sequence[nn.Parameter],
@@ -65,7 +65,7 @@ class PPOLoss:
         self._prepare = Preparation(model.policy)
 
     @classmethod
-    def of(cls, model: Any) -> PPOLoss | str:  # noqa: ANN401
+    def of(cls, model: Any) -> PPOLoss | str:
         """Return the closed form for the updates from one rollout, or the reason why there is none."""
         policy = model.policy
         for name, option in _OPTIONS.items():

@@ -80,7 +80,7 @@ class Graph:
         self._capture = capture
         self._template: Any = None
 
-    def __call__(self, *inputs: Any) -> Sequence[Tensor]:  # noqa: ANN401
+    def __call__(self, *inputs: Any) -> Sequence[Tensor]:
         """Compute the outputs; Dynamo calls this after the guards passed."""
         capture, self.inputs = self._capture, inputs
         capture.graph = self
@@ -117,7 +117,7 @@ def origins(results: Nested, inputs: Sequence[Any], outputs: Sequence[Any]) -> N
     places = {id(x): ["inputs", k] for k, x in enumerate(inputs)}
     places |= {id(x): ["outputs", k] for k, x in enumerate(outputs)}
 
-    def origin(x: Any) -> list[Any]:  # noqa: ANN401
+    def origin(x: Any) -> list[Any]:
         if not isinstance(x, Tensor):
             return ["value", x]
         if id(x) not in places:
@@ -127,7 +127,7 @@ def origins(results: Nested, inputs: Sequence[Any], outputs: Sequence[Any]) -> N
     return map_leaves(origin, results)
 
 
-def found(origin: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:  # noqa: ANN401
+def found(origin: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
     """Return what is at an origin, for other inputs and outputs."""
     kind, which = origin
     if kind == "value":
@@ -147,11 +147,11 @@ class QuickTanh(torch.autograd.Function):
         return torch.copysign((1 - decayed) / (1 + decayed), x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ANN401
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ANN401
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         y: Tensor = ctx.saved_tensors[0]
         return gradient * (1 - y * y)
 
@@ -212,7 +212,7 @@ class Capture:
         self.compute: Callable[[Graph], Sequence[Tensor]] = lambda graph: graph.outputs
         self.count = 0
 
-        def computed(batch: Any) -> ComputedLoss:  # noqa: ANN401
+        def computed(batch: Any) -> ComputedLoss:
             loss = loss_of(batch)
             terms = torch.stack([term.detach() for term in loss.terms])
             limits = dict(loss.limits)
@@ -220,7 +220,7 @@ class Capture:
 
         self._guarded = torch.compile(fresh(computed), backend=self._made, fullgraph=True, dynamic=False)
 
-    def __call__(self, batch: Any) -> ComputedLoss:  # noqa: ANN401
+    def __call__(self, batch: Any) -> ComputedLoss:
         """Check the guards, and return the loss."""
         if isinstance(batch, Batch):  # the number of rows may differ between rollouts
             for x in leaves(batch.fields):
@@ -319,7 +319,7 @@ class Compiled:
         self._module = module
         self._code = cast(Any, lookup_backend("inductor"))(module, list(examples), config_patches=self._options)
 
-        def code(*inputs: Any) -> Sequence[Tensor]:  # noqa: ANN401
+        def code(*inputs: Any) -> Sequence[Tensor]:
             assert self._code is not None
             self._inputs, self._outputs = inputs, self._code(*inputs)
             return self._outputs

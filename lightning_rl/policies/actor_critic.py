@@ -99,7 +99,7 @@ class ActorCritic(nn.Module):
         *,
         normalize_observations: bool | dict[str, bool | float] = False,
         value_normalization: ValueNormalization | None = None,
-        **options: Any,  # noqa: ANN401
+        **options: Any,
     ) -> None:
         super().__init__()
         config = changed("policy", PolicyConfig(), options)

@@ -118,7 +118,7 @@ def to_environment(space: spaces.Space[Any], action: Nested) -> Nested:
     return map_leaves(_leaf_to_environment, map_space(lambda leaf: leaf, space), action)
 
 
-def _leaf_to_environment(leaf: Any, action: Any) -> Any:  # noqa: ANN401 - any space; arrays
+def _leaf_to_environment(leaf: Any, action: Any) -> Any:  # any space; arrays
     if isinstance(leaf, spaces.Discrete):
         return (action + leaf.start if leaf.start else action).astype(leaf.dtype, copy=False)
     shaped = action.reshape(-1, *leaf.shape)
@@ -133,7 +133,7 @@ def from_environment(space: spaces.Space[Any], action: Nested) -> Nested:
     return map_leaves(_leaf_from_environment, map_space(lambda leaf: leaf, space), action)
 
 
-def _leaf_from_environment(leaf: Any, action: Any) -> Any:  # noqa: ANN401 - any space; arrays
+def _leaf_from_environment(leaf: Any, action: Any) -> Any:  # any space; arrays
     rows = np.asarray(action)
     if not (is_continuous(leaf) or isinstance(leaf, spaces.MultiBinary)):
         rows = rows.astype(np.int64) - np.asarray(_first_choice(leaf), np.int64)
@@ -143,7 +143,7 @@ def _leaf_from_environment(leaf: Any, action: Any) -> Any:  # noqa: ANN401 - any
 def tensor_conversion(space: spaces.Space[Any], device: torch.device) -> Callable[[Nested], Nested]:
     """Return a function that converts tensors, as `to_environment` converts arrays, and moves them to `device`."""
 
-    def conversion(leaf: Any) -> Callable[[Tensor], Tensor]:  # noqa: ANN401 - any space
+    def conversion(leaf: Any) -> Callable[[Tensor], Tensor]:  # any space
         dtype = torch.from_numpy(np.zeros(0, leaf.dtype)).dtype
         if is_continuous(leaf):
             low, high = (torch.from_numpy(bound).to(device) for bound in (leaf.low, leaf.high))
@@ -155,7 +155,7 @@ def tensor_conversion(space: spaces.Space[Any], device: torch.device) -> Callabl
     return lambda action: map_leaves(lambda convert, x: convert(x), conversions, action)
 
 
-def _first_choice(leaf: Any) -> Any:  # noqa: ANN401 - a discrete space; a number or an array
+def _first_choice(leaf: Any) -> Any:  # a discrete space; a number or an array
     """Return what environments take for choice 0 of each component."""
     return leaf.low if isinstance(leaf, spaces.Box) else getattr(leaf, "start", 0)
 
@@ -173,7 +173,7 @@ def act(
     observation: Nested,
     deterministic: bool,
     memory: Nested | None,
-    episode_starts: Any,  # noqa: ANN401 - flags of one environment or several
+    episode_starts: Any,  # flags of one environment or several
 ) -> Nested:
     """Return the action for one observation `[*shape]`, or actions for several; see `OnPolicyAlgorithm.act`."""
     space, parameter = acting_space(policy, observation_space), next(policy.parameters())

@@ -37,7 +37,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("variance", torch.full(shape, float(initial_variance), dtype=torch.float64))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Self:  # noqa: ANN401
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Self:
         """Follow moves between devices, but not casts: `to` calls only this private method of submodules."""
 
         def move(state: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class MemoryOptions:
     context_length: PositiveInt | None = None
 
     @classmethod
-    def parse(cls, value: Any) -> MemoryOptions | None:  # noqa: ANN401 - unchecked input of a user
+    def parse(cls, value: Any) -> MemoryOptions | None:  # unchecked input of a user
         """Return the checked options for a value of `memory`."""
         if value is None:
             return None
@@ -331,7 +331,7 @@ class RecurrentState:
         # States of single environments after steps that bootstrap from another observation than the next one.
         self._after: dict[tuple[int, int], Nested] = {}
 
-    def start_rollout(self, policy: Any, num_envs: int, length: int) -> None:  # noqa: ANN401 - a `RecurrentPolicy`
+    def start_rollout(self, policy: Any, num_envs: int, length: int) -> None:  # a `RecurrentPolicy`
         """Drop the stored states of the last rollout; the first rollout begins with the initial state."""
         self.stored, self._after = [], {}
         self._steps, self.burn_in = policy.memory.stored_steps(length), policy.memory.burn_in

@@ -34,7 +34,7 @@ def shard(policy: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return whole_policy
 
 
-def _tensors(x: Any) -> Iterator[Tensor]:  # noqa: ANN401 - the output of a policy
+def _tensors(x: Any) -> Iterator[Tensor]:  # the output of a policy
     if isinstance(x, Tensor) and not x.is_leaf:
         yield x
     elif isinstance(x, Distribution):

@@ -44,7 +44,7 @@ def log_probs_of(policy: Policy, observations: Nested, actions: Nested) -> Tenso
 
 @torch.no_grad()
 def estimate_values(
-    policy: Any,  # noqa: ANN401
+    policy: Any,
     observations: Nested,
     values: Tensor | None,
     terminated: Tensor,
@@ -123,7 +123,7 @@ def _rerun(policy: RecurrentPolicy, rollout: Rollout) -> tuple[RecurrentState, T
 
 
 @torch.no_grad()
-def acting_distributions(policy: Any, rollout: Rollout) -> Nested:  # noqa: ANN401 - a `Policy` or `RecurrentPolicy`
+def acting_distributions(policy: Any, rollout: Rollout) -> Nested:  # a `Policy` or `RecurrentPolicy`
     """Return the parameters of the distributions that a rollout's actions were drawn from, `[T, B, ...]`.
 
     Call this before the first update, while the current policy is the one that acted. With memory the shape is `[N,
@@ -136,7 +136,7 @@ def acting_distributions(policy: Any, rollout: Rollout) -> Nested:  # noqa: ANN4
     return map_leaves(torch.clone, on_rows(policy, rollout.flatten())[0].parameters())
 
 
-def on_rows(policy: Any, batch: Batch) -> tuple[Distribution, Tensor]:  # noqa: ANN401
+def on_rows(policy: Any, batch: Batch) -> tuple[Distribution, Tensor]:
     """Return action distribution and value of every row of a batch, from the recurrent states of its sequences."""
     if batch.sequences is None:
         return policy(batch.observations)  # type: ignore[no-any-return]

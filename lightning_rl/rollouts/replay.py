@@ -63,10 +63,10 @@ class Replay(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the content that `state_dict` returned; the oldest steps are dropped if they do not fit."""
 
-    def _snapshot(self) -> Any:  # noqa: ANN401
+    def _snapshot(self) -> Any:
         return {name: copy.copy(x) for name, x in vars(self).items()}
 
-    def _restore(self, snapshot: Any) -> None:  # noqa: ANN401
+    def _restore(self, snapshot: Any) -> None:
         vars(self).update(snapshot)
 
 

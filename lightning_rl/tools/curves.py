@@ -265,7 +265,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
 
 
-def _flat(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - YAML
+def _flat(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:  # YAML
     if isinstance(settings, dict):
         for key, value in settings.items():
             yield from _flat(value, f"{path}.{key}" if path else str(key))

@@ -150,7 +150,7 @@ def _describe_row(x: Tensor) -> dict[str, Any]:
     return {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape[1:])}
 
 
-def _finite(x: Any) -> Any:  # noqa: ANN401 - the description of a space
+def _finite(x: Any) -> Any:  # the description of a space
     """Replace infinite numbers by the strings `inf` and `-inf`, since JSON has none."""
     if isinstance(x, dict):
         return {key: _finite(part) for key, part in x.items()}
@@ -306,7 +306,7 @@ def first_steps(observations: Nested) -> list[Nested]:
     return [map_leaves(lambda x: x[step], few) for step in range(len(first_leaf(few)))]  # noqa: B023 - called at once
 
 
-def _deployed(model: Any, program: str = "greedy") -> DeployedPolicy:  # noqa: ANN401 - an algorithm
+def _deployed(model: Any, program: str = "greedy") -> DeployedPolicy:  # an algorithm
     policy = model.acting_policy()  # with whole parameters
     return DeployedPolicy(policy, model.observation_space, model.action_space, program == "greedy")
 

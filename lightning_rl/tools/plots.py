@@ -118,7 +118,7 @@ def _figure(width: float, height: float, paths: Sequence[Path]) -> Iterator[Any]
             figure.savefig(path, **options)
 
 
-def _add_caption(figure: Any, text: str, lines: Mapping[str, Any]) -> None:  # noqa: ANN401
+def _add_caption(figure: Any, text: str, lines: Mapping[str, Any]) -> None:
     below = {"loc": "outside lower center", "ncols": max(1, len(lines)), "title": text}
     figure.legend(list(lines.values()), list(lines), **below)
 
@@ -163,7 +163,7 @@ def draw_improvement(scores: Mapping[str, Array], paths: Sequence[Path], *, conf
         _add_caption(figure, f"line: estimate; bar: {confidence:.0%} stratified bootstrap interval", {})
 
 
-def _draw_panel(axis: Any, panel: Panel, statistic: Statistic, confidence: float, counts: bool) -> None:  # noqa: ANN401
+def _draw_panel(axis: Any, panel: Panel, statistic: Statistic, confidence: float, counts: bool) -> None:
     from matplotlib.ticker import EngFormatter
 
     for number, curve in enumerate(panel.curves):
@@ -185,7 +185,7 @@ def _draw_panel(axis: Any, panel: Panel, statistic: Statistic, confidence: float
     axis.locator_params(nbins=5)
 
 
-def _labeled_lines(figure: Any) -> dict[str, Any]:  # noqa: ANN401
+def _labeled_lines(figure: Any) -> dict[str, Any]:
     return {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
 
 

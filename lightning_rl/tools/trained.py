@@ -166,7 +166,7 @@ def modules_named_in(config: str | Path | None) -> list[str]:
     return sorted({text.rpartition(".")[0] for text in _strings(content) if _DOTTED.fullmatch(text)})
 
 
-def _strings(content: Any) -> Iterator[str]:  # noqa: ANN401 - YAML
+def _strings(content: Any) -> Iterator[str]:  # YAML
     if isinstance(content, dict | list):
         for part in content.values() if isinstance(content, dict) else content:
             yield from _strings(part)
@@ -224,7 +224,7 @@ def play_episodes(
     policy = copy.copy(algorithm.policy)  # shares the parameters
     first_observations: list[Nested] = []
 
-    def act(observations: Nested, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as in `Policy.act`
+    def act(observations: Nested, *args: Any, **kwargs: Any) -> Any:  # as in `Policy.act`
         if len(first_observations) < _MAX_STEPS:
             first_observations.append(map_leaves(torch.clone, observations))
         return algorithm.policy.act(observations, *args, **kwargs)

@@ -176,7 +176,7 @@ _EVALUATED = [f"val/{name}" for name in (*OF_EPISODES, "episodes")]
 _EVERY = re.compile(r"'every_n_train_steps': (\d{2,}|[2-9])")
 
 
-def check_callbacks(trainer: Trainer, model: Any) -> None:  # noqa: ANN401 - an algorithm
+def check_callbacks(trainer: Trainer, model: Any) -> None:  # an algorithm
     """Check that checkpoint callbacks can save, and that callbacks monitor a logged value in the right direction."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
@@ -257,7 +257,7 @@ def check_mesh(mesh: DeviceMesh | None) -> None:
     check(size == 1, "tensor_parallel_size", size, expected)
 
 
-def check_spaces(model: Any, data: object) -> None:  # noqa: ANN401 - an algorithm
+def check_spaces(model: Any, data: object) -> None:  # an algorithm
     """Check that a data module has the spaces of an algorithm."""
     for name in ("observation_space", "action_space"):
         space = getattr(data, name, None)
@@ -290,7 +290,7 @@ def warn_of_untrained_parameters(model: nn.Module, optimizers: Sequence[Any]) ->
         )
 
 
-def check_memory(model: Any, option: str, num_steps: int) -> None:  # noqa: ANN401
+def check_memory(model: Any, option: str, num_steps: int) -> None:
     """Check that a memory, whose size in GiB is an option, has room for observations and two numbers of each step."""
     dtype = next(model.policy.parameters()).dtype
     leaves = space_leaves(model.observation_space).values()
@@ -301,7 +301,7 @@ def check_memory(model: Any, option: str, num_steps: int) -> None:  # noqa: ANN4
     check(needed <= model.options[option], option, model.options[option], expected)
 
 
-def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:  # noqa: ANN401
+def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
     """Check that a Trainer can train an algorithm on rollouts of shape `(T, B)` per rank; None: unknown shape."""
     refuse_callbacks(trainer)
     refuse_automatic_optimization(trainer, model)

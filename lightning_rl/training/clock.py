@@ -175,7 +175,7 @@ class ScheduledOptions:
             if name not in RATES:
                 yield module if entry.owner is None else entry.owner, name
 
-    def check_end(self, module: Any, has_end: bool, expected: str) -> None:  # noqa: ANN401 - an algorithm
+    def check_end(self, module: Any, has_end: bool, expected: str) -> None:  # an algorithm
         """Check that the run has an end, if a schedule ends with the run."""
         for schedule, option, _ in self._entries.values():
             check(has_end or not schedule.over_run, option, module.options.get(option, schedule), expected)

@@ -68,7 +68,7 @@ class GradientSteps:
 
     def __init__(
         self,
-        model: Any,  # noqa: ANN401 - an algorithm, whose module imports this one
+        model: Any,  # an algorithm, whose module imports this one
         options: Mapping[str, Any],
     ) -> None:
         self.model = model
@@ -180,7 +180,7 @@ class GradientSteps:
         finally:
             self.part = None
 
-    def take(self, loss_of: Callable[[Any], Loss], batch: Any) -> None:  # noqa: ANN401 - what the loss takes
+    def take(self, loss_of: Callable[[Any], Loss], batch: Any) -> None:  # what the loss takes
         """Take one gradient step on the loss of a method, unless it is not finite or the updates were stopped."""
         record = self.record
         record.next_minibatch()
@@ -241,7 +241,7 @@ class GradientSteps:
 
     # ------------------------------------------------------------------ one step
 
-    def record_loss(self, loss: Any) -> Tensor:  # noqa: ANN401 - a `Loss` or a `ComputedLoss`
+    def record_loss(self, loss: Any) -> Tensor:  # a `Loss` or a `ComputedLoss`
         """Record the terms of a loss, stop the updates if a limit is exceeded, and return the total."""
         self._has_value |= loss.has_value
         self.record.add_together(*loss.recorded)
@@ -263,7 +263,7 @@ class GradientSteps:
         for parameter in self.model.frozen_parameters(self.part) if frozen else ():  # sharded again
             parameter.grad = None
 
-    def _apply_gradients(self, total: Tensor, batch: Any, loss_of: Callable[[Any], Loss]) -> None:  # noqa: ANN401
+    def _apply_gradients(self, total: Tensor, batch: Any, loss_of: Callable[[Any], Loss]) -> None:
         """Average, unscale, norm, clip, finite check, step: the order for every strategy and precision."""
         record, trainer = self.record, self.model.trainer
         # Other engines and strategies leave different gradients on each rank. `XLAStrategy` is a DDPStrategy, but
@@ -314,7 +314,7 @@ class GradientSteps:
         self.record.skip_step_if(overflow)
         return {name: norm.masked_fill(overflow, 0.0) for name, norm in norms.items()}
 
-    def _check_finite(self, batch: Any, loss_of: Callable[[Any], Loss]) -> None:  # noqa: ANN401
+    def _check_finite(self, batch: Any, loss_of: Callable[[Any], Loss]) -> None:
         """Keep the first minibatch with a non-finite loss or gradient. On a GPU the host checks later."""
         if self.failed_minibatch is None:
             one, finite = FailedMinibatch(batch, loss_of, self.part), self.record.finite
@@ -356,12 +356,7 @@ class GradientSteps:
             step()
 
     @torch.no_grad()
-    def _restore_unless_close(
-        self,
-        loss_of: Callable[[Any], Loss],
-        batch: Any,  # noqa: ANN401
-        restore: Callable[[], None],
-    ) -> None:
+    def _restore_unless_close(self, loss_of: Callable[[Any], Loss], batch: Any, restore: Callable[[], None]) -> None:
         """Undo a step after which the minibatch exceeds a limit of its loss; the host waits for the device."""
         keep = _is_within_limits(loss_of(batch))
         taken_back = self.record.is_open & ~keep
@@ -382,11 +377,11 @@ class EagerEngine:
 
     normalizes_in_loss = False
 
-    def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> None:  # noqa: ANN401
+    def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> None:
         """Return None: this engine has no program for a whole step."""
         return None
 
-    def loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: ActorOrCritic | None) -> Any:  # noqa: ANN401
+    def loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: ActorOrCritic | None) -> Any:
         """Return the loss of a minibatch: a `Loss`, or a `ComputedLoss`."""
         return loss_of(batch)
 

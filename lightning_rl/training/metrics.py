@@ -126,7 +126,7 @@ class RolloutMetrics(LogWindow):
 
     # ------------------------------------------------------------------ rollouts
 
-    def add_rollout(self, model: Any, rollout: Rollout, means: Mapping[str, float], update_seconds: float) -> None:  # noqa: ANN401
+    def add_rollout(self, model: Any, rollout: Rollout, means: Mapping[str, float], update_seconds: float) -> None:
         """Add a rollout with the means of its updates; log the window after every `log_every_n_steps` rollouts."""
         clock, interval = model.clock, model.trainer.log_every_n_steps
         scalars = {f"{self.prefix}/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
@@ -170,12 +170,12 @@ class RolloutMetrics(LogWindow):
         for name in missing - {getattr(callback, "monitor", None) for callback in trainer.early_stopping_callbacks}:
             trainer.callback_metrics[name] = torch.tensor(torch.nan)
 
-    def log_rest(self, model: Any) -> None:  # noqa: ANN401
+    def log_rest(self, model: Any) -> None:
         """Log an unfinished window at the end of a run."""
         if model.trainer.log_every_n_steps and not self.is_empty:
             self._log(model)
 
-    def _log(self, model: Any) -> None:  # noqa: ANN401
+    def _log(self, model: Any) -> None:
         clock, logged = model.clock, self.compute(_log_device(model))
         seconds = (logged["time/rollout_seconds"] + logged["time/update_seconds"]) * self.num_rollouts
         logged["time/steps_per_second"] = (clock.env_steps - self.since) / seconds
@@ -186,7 +186,7 @@ class RolloutMetrics(LogWindow):
 
     # ------------------------------------------------------------------ evaluation
 
-    def log_evaluation(self, model: Any, stage: str) -> None:  # noqa: ANN401
+    def log_evaluation(self, model: Any, stage: str) -> None:
         device = _log_device(model)
         values = {name.replace("rollout", stage): value for name, value in self.evaluation.compute(device).items()}
         self.evaluation.begin(0)
@@ -236,7 +236,7 @@ def _log_device(model: LightningModule) -> torch.device:
     return torch.device("cpu") if model.device.type == "xla" else model.device
 
 
-def _clock_of(model: Any) -> Tensor:  # noqa: ANN401
+def _clock_of(model: Any) -> Tensor:
     # In float64, because float32 is inexact above 2^24.
     device = _log_device(model)
     return torch.tensor(model.env_steps, dtype=exact_dtype(device), device=device)
@@ -253,14 +253,14 @@ class StepMetric(Callback):
     Callbacks log after the module, and `ModelCheckpoint` uses `step` before the module's last hook.
     """
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:  # noqa: ANN401
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         if not pl_module.clock.started:
             name = type(pl_module).__name__
             raise ConfigurationError(f"{name}.on_train_start does not call super(), which starts or resumes the run")
         pl_module.metrics.clock_will_move = True
         self._version = pl_module.policy_version
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         """Set `step` before checkpoints are saved and loggers are written."""
         metrics, env_steps = pl_module.metrics, pl_module.env_steps
         metrics.clock_will_move = False
@@ -276,13 +276,13 @@ class StepMetric(Callback):
                 f"{name}.training_step does not call super(), which learns: override update instead"
             )
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ANN401
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         if pl_module.metrics.logs_epochs:
             _log_clock(pl_module)
         pl_module.metrics.logs_epochs = False
 
 
-def action_saturation(policy: Any, rollout: Rollout) -> dict[str, Tensor]:  # noqa: ANN401
+def action_saturation(policy: Any, rollout: Rollout) -> dict[str, Tensor]:
     """Return the share of action components that the environment clipped, `action_saturation`; {} if it clips none.
 
     Actions outside the bounds differ in log-probability but not in effect, so learning from them adds noise.
@@ -294,7 +294,7 @@ def action_saturation(policy: Any, rollout: Rollout) -> dict[str, Tensor]:  # no
     return {} if share is None else {"action_saturation": share}
 
 
-def log_histograms(model: Any, batch: Batch, name: str) -> None:  # noqa: ANN401
+def log_histograms(model: Any, batch: Batch, name: str) -> None:
     """Log `debug.histograms` after a pass over a batch, in the group `name`; advantages are shown standardized."""
     if not (model.options["debug.histograms"] and log_is_due(model.trainer)):
         return
@@ -309,7 +309,7 @@ def histogram_loggers(loggers: Sequence[Logger]) -> list[TensorBoardLogger]:
     return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
 
 
-def _histograms(model: Any, batch: Batch, advantages: Tensor) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401
+def _histograms(model: Any, batch: Batch, advantages: Tensor) -> Iterator[tuple[str, Tensor]]:
     for path, actions in zip(space_leaves(model.action_space), leaves(batch.actions), strict=True):
         yield "/".join(filter(None, ("actions", path))), actions
     yield "advantages", advantages

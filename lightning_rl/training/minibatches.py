@@ -98,7 +98,7 @@ _PARTS: dict[type[Any], tuple[str, ...]] = {
 _CLASS = "__class__"
 
 
-def minibatch_state(x: Any) -> Any:  # noqa: ANN401 - a minibatch or a part of one
+def minibatch_state(x: Any) -> Any:  # a minibatch or a part of one
     """Return a minibatch as CPU tensors and plain values, without the rows of other ranks in its weight."""
     if type(x) in _PARTS:
         parts = {name: minibatch_state(getattr(x, name)) for name in _PARTS[type(x)]}
@@ -110,7 +110,7 @@ def minibatch_state(x: Any) -> Any:  # noqa: ANN401 - a minibatch or a part of o
     return x.detach().to("cpu", copy=True) if isinstance(x, Tensor) else x
 
 
-def minibatch_from_state(state: Any) -> Any:  # noqa: ANN401
+def minibatch_from_state(state: Any) -> Any:
     """Return the minibatch that `minibatch_state` described."""
     if not (isinstance(state, dict) and _CLASS in state):
         return state

@@ -44,7 +44,7 @@ class Normalizers:
         self._undo: Callable[[], None] | None = None
 
     @property
-    def of_observations(self) -> Any:  # noqa: ANN401
+    def of_observations(self) -> Any:
         return getattr(self.policy, "observation_normalizer", None)
 
     @property

@@ -72,7 +72,7 @@ def _check_class(group: str, spec: ClassSpec, base: type[Any], package: ModuleTy
     return kind
 
 
-def optimizers_and_schedulers(made: Any) -> tuple[Sequence[Optimizer], Sequence[LRScheduler]]:  # noqa: ANN401
+def optimizers_and_schedulers(made: Any) -> tuple[Sequence[Optimizer], Sequence[LRScheduler]]:
     """Return the result of `configure_optimizers`, in any of Lightning's forms, as two lists."""
     optimizers, schedulers = made if isinstance(made, tuple) else (made if isinstance(made, list) else [made], [])
     entries = [x if isinstance(x, dict) else {"optimizer": x} for x in optimizers]

@@ -21,7 +21,7 @@ ParameterGroups = dict[str, dict[str, Any]]
 """Optimizer options by pattern of parameter names."""
 
 
-def group_options(groups: Any) -> ParameterGroups:  # noqa: ANN401 - it is checked here
+def group_options(groups: Any) -> ParameterGroups:  # it is checked here
     """Return `optimizer.groups` as plain data, after checking them."""
     plain: Any = to_plain_data("optimizer.groups", groups)
     is_dict = isinstance(plain, dict) and all(isinstance(options, dict) for options in plain.values())

@@ -86,7 +86,7 @@ def parse_schedule(
         return Schedule((0,), (float(value),))
     lowest = above if at_least is None else at_least
 
-    def number(name: str, given: Any) -> float:  # noqa: ANN401 - checked here
+    def number(name: str, given: Any) -> float:  # checked here
         check_number(f"{field}: {name}", given, at_least=lowest, at_most=at_most)
         return float(given)
 
@@ -116,7 +116,7 @@ _KEYS: dict[Any, tuple[tuple[str, ...], str]] = {
 }
 
 
-def _piecewise(field: str, points: Any, interpolate: bool, number: Callable[[str, Any], float]) -> Schedule:  # noqa: ANN401 - checked here
+def _piecewise(field: str, points: Any, interpolate: bool, number: Callable[[str, Any], float]) -> Schedule:
     check_bool(f"{field}: interpolate", interpolate)
 
     def is_point(x: object) -> bool:

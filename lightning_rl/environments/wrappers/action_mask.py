@@ -66,7 +66,7 @@ class MaskSource:
             taken = MASK in observation_space.spaces  # type: ignore[attr-defined]
             check(not taken, "env.action_mask", source, expected)
 
-    def learn(self, env: Any, find: Callable[[dict[str, Any]], Any]) -> None:  # noqa: ANN401 - single or vectorized
+    def learn(self, env: Any, find: Callable[[dict[str, Any]], Any]) -> None:  # single or vectorized
         """Reset an environment once, and set the space of masks from the masks that `find` returns for its `info`.
 
         A failed reset raises an `EnvironmentFailure`; masks that are missing or do not fit the action space raise a
@@ -93,7 +93,7 @@ class MaskSource:
         beside = dict(self.space.spaces) if isinstance(self.space, spaces.Dict) else {OBSERVATION: self.space}
         self.space = spaces.Dict({**beside, MASK: self.mask_space})
 
-    def by_name(self, masks: Any, leading: int = 0, path: str = "") -> Any:  # noqa: ANN401
+    def by_name(self, masks: Any, leading: int = 0, path: str = "") -> Any:
         """Return nested masks as dicts without entries that are None; entries of tuples get their index as key.
 
         Masks of all components of a leaf are concatenated unless one depends on another component. In a batch,
@@ -117,7 +117,7 @@ class MaskSource:
         """Return masks as arrays `[..., *shape]`; a wrong shape or entries besides 0 and 1 raise a `ValueError`."""
         return map_leaves(self._to_bits, self._paths, masks)
 
-    def _to_bits(self, path: str, mask: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401
+    def _to_bits(self, path: str, mask: Any) -> np.ndarray[Any, Any]:
         given = np.asarray(mask)
         if given.shape[given.ndim - len(shape := self._shapes[path]) :] != shape:
             raise ValueError(f"{join(MASK, path).rstrip('.')} of shape {given.shape}: expected {shape}")
@@ -168,7 +168,7 @@ class MaskSource:
         find_masks(self.space)
         self._set_space(mask_space)
 
-    def _space_of(self, masks: Any, path: str = "") -> spaces.Space[Any]:  # noqa: ANN401
+    def _space_of(self, masks: Any, path: str = "") -> spaces.Space[Any]:
         if not isinstance(masks, dict):
             return self._leaf(path, np.shape(masks))
         return spaces.Dict({key: self._space_of(part, join(path, key)) for key, part in masks.items()})
@@ -185,7 +185,7 @@ def _replaced(observation: Nested, path: str, part: Nested) -> Nested:
     return {**observation, key: _replaced(observation[key], rest, part) if rest else part}
 
 
-def _stacked(rows: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401 - an array with one object, or None, per environment
+def _stacked(rows: Any) -> np.ndarray[Any, Any]:  # an array with one object, or None, per environment
     like = np.asarray(next(row for row in rows if row is not None))
     return np.stack([np.ones_like(like) if row is None else np.asarray(row) for row in rows])
 
@@ -210,14 +210,14 @@ class ReadMasks(gymnasium.Wrapper[Any, Any, Any, Any]):
         observation, info = self.env.reset(seed=seed, options=options)
         return observation, self._with_masks(observation, info)
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step, and read the masks unless the episode has ended: environments may return none then."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         if not (terminated or truncated):
             info = self._with_masks(observation, info)
         return observation, reward, terminated, truncated, info
 
-    def _find(self, info: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _find(self, info: dict[str, Any]) -> Any:
         name = self._source.name
         return info[name] if self._source.kind == "info" else self.env.get_wrapper_attr(name)()
 
@@ -290,7 +290,7 @@ class MaskedActions(VectorHistory):
         if (found := source.layout.nothing_allowed(self.memory)) is not None:
             raise WorkerFailure(np.flatnonzero(found[1]).tolist(), f"cannot continue: {source.complaint(found[0])}")
 
-    def _find(self, which: Array, infos: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _find(self, which: Array, infos: dict[str, Any]) -> Any:
         source = self._source
         if self._are_read and MASKS not in infos:  # a resumed run has begun new episodes
             everything = source.everything()  # for lost workers
@@ -304,7 +304,7 @@ class MaskedActions(VectorHistory):
                 raise WorkerFailure([index], f"returned no info {name!r}: expected its action mask")
         return infos[name]
 
-    def _read(self, masks: Any) -> Nested:  # noqa: ANN401
+    def _read(self, masks: Any) -> Nested:
         if not isinstance(masks, np.ndarray) or masks.dtype.kind != "O":
             return self._source.read(self._source.by_name(masks, leading=1))
         everything = self._source.everything()
@@ -312,14 +312,14 @@ class MaskedActions(VectorHistory):
         return map_stacked(np.stack, rows)
 
 
-def _called(env: Any, method: str) -> Any:  # noqa: ANN401
+def _called(env: Any, method: str) -> Any:
     """Return the result of a method of vectorized environments, whose wrappers do not pass attributes on."""
     while not hasattr(env, method) and isinstance(env, VectorWrapper):
         env = env.env
     return getattr(env, method)()
 
 
-def _first(masks: Any) -> Any:  # noqa: ANN401
+def _first(masks: Any) -> Any:
     """Return the masks of the first environment; keys with an underscore are Gymnasium's own."""
     if isinstance(masks, dict):
         return {key: _first(part) for key, part in masks.items() if not str(key).startswith("_")}

@@ -33,7 +33,7 @@ class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.times = times
         self.counts_all = counts_all
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         (observation, rewards, *ends), infos = _repeat(self.env, action, self.times)
         frames = self.times if self.counts_all else len(infos)
         return observation, sum(rewards), *ends, infos[-1] | {REPEATED: {"frames": frames}}
@@ -74,7 +74,7 @@ class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
         repeat = spaces.Discrete(max_repeats, start=1)
         self.action_space = spaces.Dict({"action": env.action_space, "repeat": repeat})
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         times = int(action["repeat"])
         (observation, rewards, *ends), infos = _repeat(self.env, action["action"], times)
         clipped = rewards if self._clips is None else [float(self._clips(reward)) for reward in rewards]
@@ -112,9 +112,7 @@ def _read(infos: dict[str, Any], name: str, default: Array) -> Array:
 
 
 def _repeat(
-    env: gymnasium.Env[Any, Any],
-    action: Any,  # noqa: ANN401
-    times: int,
+    env: gymnasium.Env[Any, Any], action: Any, times: int
 ) -> tuple[tuple[Any, list[float], bool, bool], list[dict[str, Any]]]:
     rewards: list[float] = []
     infos: list[dict[str, Any]] = []

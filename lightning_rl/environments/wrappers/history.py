@@ -62,7 +62,7 @@ class VectorHistory(VectorWrapper, ABC):
     def show(self, observations: Nested) -> Nested:
         """Return observations `[B, ...]` with their history."""
 
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         mask = (options or {}).get("reset_mask")  # before environments remove it
         observations, infos = self.env.reset(seed=seed, options=options)
         which = np.ones(self.num_envs, bool) if mask is None else np.asarray(mask, bool)
@@ -70,7 +70,7 @@ class VectorHistory(VectorWrapper, ABC):
         self.start_episodes(which, observations, infos)
         return self.show(observations), infos
 
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         ended = terminated | truncated
         is_same_step = self._mode is AutoresetMode.SAME_STEP
@@ -296,11 +296,11 @@ def _encoder(space: spaces.Space[Any]) -> Callable[[Any], Array]:
     return partial(_one_hot, np.cumsum(choices) - choices - start.astype(np.int64), int(choices.sum()))
 
 
-def _flatten(dtype: Any, actions: Any) -> Array:  # noqa: ANN401
+def _flatten(dtype: Any, actions: Any) -> Array:
     return np.reshape(actions, (len(actions), -1)).astype(dtype)
 
 
-def _one_hot(offsets: Array, size: int, actions: Any) -> Array:  # noqa: ANN401
+def _one_hot(offsets: Array, size: int, actions: Any) -> Array:
     places = _flatten(np.int64, actions) + offsets
     one_hot = np.zeros((len(places), size), np.int8)
     np.put_along_axis(one_hot, places, 1, axis=-1)

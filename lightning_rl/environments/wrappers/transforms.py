@@ -37,7 +37,7 @@ def make_reward_transform(scale: float = 1.0, clip: RewardClip | None = None) ->
     return functools.partial(_transform, scale, clip)
 
 
-def _transform(scale: float, clip: RewardClip | None, rewards: Any) -> Any:  # noqa: ANN401
+def _transform(scale: float, clip: RewardClip | None, rewards: Any) -> Any:
     bound = 1.0 if clip == "abs_one" else clip
     is_tensor = isinstance(rewards, Tensor)
     library: Any = torch if is_tensor else np
@@ -96,6 +96,6 @@ class TerminationAsTruncation(gymnasium.Wrapper[Any, Any, Any, Any]):
     For environments that terminate at a time limit, such as old versions of Pendulum (DI-engine's `ignore_done`).
     """
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)
         return observation, reward, False, terminated or truncated, info

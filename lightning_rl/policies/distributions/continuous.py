@@ -246,13 +246,13 @@ class _Limit(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:  # noqa: ANN401 - PyTorch's
+    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:  # PyTorch's
         ctx.save_for_backward(x)
         ctx.limits = low, high
         return x.clamp(low, high)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (x,), (low, high), gradient = ctx.saved_tensors, ctx.limits, gradients[0]
         # Gradient descent increases x where the gradient is negative.
         leads_out = ((x < low) & (gradient > 0)) | ((x > high) & (gradient < 0))
@@ -334,12 +334,7 @@ class GaussianHead(_GaussianHead):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        space: spaces.Box,
-        *,
-        mean_transform: MeanTransform = "none",
-        **options: Any,  # noqa: ANN401
+        self, in_features: int, space: spaces.Box, *, mean_transform: MeanTransform = "none", **options: Any
     ) -> None:
         super().__init__(in_features, space, **options)
         bounded, expected = mean_transform == "none" or space.is_bounded(), f"none, since {space} has no bounds"

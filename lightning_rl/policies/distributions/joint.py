@@ -84,7 +84,7 @@ class JointHead(nn.Module):
         self.places = map_leaves(lambda _: next(places), heads)
 
     def forward(self, features: Tensor, mask: Nested = None) -> Joint:
-        def part(place: int) -> Any:  # noqa: ANN401
+        def part(place: int) -> Any:
             return self.heads[place](features, *self._own(mask, self.paths[place]))
 
         return Joint(map_leaves(part, self.places), self.paths)

@@ -51,7 +51,7 @@ def _has_choices(space: spaces.Space[Any]) -> bool:
     return isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
 
 
-def _categorical(in_features: int, space: Any, *, initialization: Initialization = "orthogonal") -> nn.Module:  # noqa: ANN401
+def _categorical(in_features: int, space: Any, *, initialization: Initialization = "orthogonal") -> nn.Module:
     head = CategoricalHead if isinstance(space, spaces.Discrete) else MultiCategoricalHead
     return head(in_features, space, initialization=initialization)
 
@@ -123,7 +123,7 @@ def make_action_head(
 def _masks_of(path: str, mask_space: spaces.Space[Any] | None) -> spaces.Space[Any]:
     """Return the masks of a part of the action, with the names of components relative to this part."""
 
-    def local(_: str, mask: Any) -> spaces.Space[Any]:  # noqa: ANN401
+    def local(_: str, mask: Any) -> spaces.Space[Any]:
         return ActionMask(mask.shape, mask.given and mask.given.removeprefix(join(path, "")))
 
     return replace_leaves(local, part_at(mask_space, path))

@@ -83,7 +83,7 @@ def name_image_networks(space: spaces.Space[Any], network: Network = "auto") -> 
     return cast(Network, named.get("", named or network))
 
 
-def network_to_plain_data(network: Any) -> Network:  # noqa: ANN401 - names, classes, or dicts of them
+def network_to_plain_data(network: Any) -> Network:  # names, classes, or dicts of them
     """Replace the classes in a value of `network` by their class paths and arguments."""
     if isinstance(network, str):
         return network
