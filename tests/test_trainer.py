@@ -538,13 +538,23 @@ def test_what_automatic_optimisation_would_do_is_refused_with_the_option_of_the_
 
 
 @pytest.mark.parametrize(
-    "hook", ["optimizer_step", "configure_gradient_clipping", "lr_scheduler_step", "on_before_zero_grad"]
+    "hook",
+    [
+        *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
+        *("lr_scheduler_step", "on_before_zero_grad"),
+    ],
 )
 def test_hooks_that_would_never_be_called_are_refused(hook):
     data = make_data()
     kind = type("Mine", (PPO,), {hook: lambda self, *args, **kwargs: None})
     with pytest.raises(ConfigurationError, match=f"model='Mine' is not valid: expected no {hook}, "):
         make_trainer().fit(kind(data.observation_space, data.action_space), data)
+
+
+def test_a_callback_whose_hook_would_never_be_called_is_refused():
+    callback = lightning_callbacks.LambdaCallback(on_before_zero_grad=print)
+    with pytest.raises(ConfigurationError, match=r"LambdaCallback.*expected no on_before_zero_grad"):
+        fit(callbacks=[callback])
 
 
 def test_parameters_in_float16_are_refused():

@@ -148,7 +148,10 @@ _REFUSED = {
     BaseFinetuning: "learning rates are options of the model; freeze modules by requires_grad_(False) in a callback",
 }
 # Hooks that Lightning calls in automatic optimization only.
-_NEVER_CALLED = ("optimizer_step", "configure_gradient_clipping", "lr_scheduler_step", "on_before_zero_grad")
+_NEVER_CALLED = (
+    *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
+    *("lr_scheduler_step", "on_before_zero_grad"),
+)
 
 
 def refuse_callbacks(trainer: Trainer) -> None:
@@ -167,9 +170,14 @@ def refuse_automatic_optimization(trainer: Trainer, model: LightningModule) -> N
     check(accumulated == 1, "trainer.accumulate_grad_batches", accumulated, f"1: {_FEWER_MINIBATCHES}")
     repeated = trainer.overfit_batches  # type: ignore[attr-defined]
     check(not repeated, "trainer.overfit_batches", repeated, "0, since every rollout is a new one")
+    reason = "which Lightning does not call in manual optimization"
     for name in _NEVER_CALLED:
-        expected = f"no {name}, which Lightning does not call in manual optimization; extend update or descend"
+        expected = f"no {name}, {reason}; extend update or descend"
         check(not is_overridden(name, model), "model", type(model).__name__, expected)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        hook = getattr(callback.on_before_zero_grad, "__func__", None)  # an attribute of LambdaCallback has none
+        expected = f"no on_before_zero_grad, {reason}; on_train_batch_end follows the updates from a rollout"
+        check(hook is Callback.on_before_zero_grad, "trainer.callbacks", type(callback).__name__, expected)
 
 
 _EVALUATED = [f"val/{name}" for name in (*OF_EPISODES, "episodes")]
