@@ -64,7 +64,8 @@ class InterruptionGuard(Callback):
         report_log_failures(trainer)
         if stage != "fit":
             return
-        if not (trainer.checkpoint_callbacks or trainer.fast_dev_run):  # type: ignore[attr-defined]
+        saves_nothing = trainer.fast_dev_run or trainer.barebones  # type: ignore[attr-defined]
+        if not (trainer.checkpoint_callbacks or saves_nothing):
             rank_zero_warn(
                 "The Trainer has no checkpoint callback: a run that is interrupted cannot be resumed. Add "
                 "LastCheckpoint('folder') to its callbacks, and continue with ckpt_path='folder/last.ckpt'"

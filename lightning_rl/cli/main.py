@@ -207,7 +207,10 @@ class OnPolicyCLI(LightningCLI):
         """Give the Trainer a logger, checkpoints and a progress bar, unless the configuration has its own."""
         config = self._option("trainer")
         check_strategy(config.strategy or "auto")
-        if self._fits and not config.fast_dev_run:
+        if config.barebones:  # nothing is written, not even into the folder of a resumed run
+            self.run_dir = self.save_config_callback = None
+            kwargs["log_every_n_steps"] = 0
+        elif self._fits and not config.fast_dev_run:
             self.run_dir = self.run_dir or run_folders.new_run_dir(self._root)
             self._lock.acquire(self.run_dir)
         if not self._fits:
@@ -244,9 +247,10 @@ class OnPolicyCLI(LightningCLI):
             has_end = has_end or config.fast_dev_run or has_any(EnvStepLimit)
             if limit is not None or not has_end:
                 yield EnvStepLimit(DEFAULT_ENV_STEPS if limit is None else limit)
-        if config.enable_progress_bar is not False and not has_any(ProgressBar):
+        shows = not config.barebones
+        if shows and config.enable_progress_bar is not False and not has_any(ProgressBar):
             yield EnvStepProgressBar()
-        if config.enable_model_summary is not False and not has_any(ModelSummary):
+        if shows and config.enable_model_summary is not False and not has_any(ModelSummary):
             yield PolicySummary()
         if self.subcommand == "predict":
             if (folder := self._option("record")) is not None:

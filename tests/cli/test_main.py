@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -572,6 +573,19 @@ def test_fast_dev_run_writes_nothing(capsys):
     main(["fit", *SMALL, "--trainer.fast_dev_run=true"])
     assert not Path("runs").exists()
     assert capsys.readouterr().out.splitlines()[-1].startswith("Done: 32 environment steps")
+
+
+def test_barebones_trains_without_log_checkpoints_and_folder():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The Trainer has no checkpoint callback")
+        cli = main(["fit", *SMALL, "--trainer.barebones=true", "--max_env_steps=64"])
+    assert cli.model.env_steps == 64
+    assert [*Path().iterdir()] == []
+    main(["fit", *SMALL, "--max_env_steps=64", "--trainer.default_root_dir=mine"])
+    before = {path: path.stat().st_mtime_ns for path in Path("mine").rglob("*")}
+    resumed = ["--ckpt_path=last", "--trainer.default_root_dir=mine", "--trainer.barebones=true"]
+    assert main(["fit", *SMALL, "--max_env_steps=128", *resumed]).model.env_steps == 128
+    assert {path: path.stat().st_mtime_ns for path in Path("mine").rglob("*")} == before
 
 
 def test_fast_dev_run_makes_no_folder():
