@@ -316,6 +316,8 @@ def _end_of(trainer: Trainer, max_time: object) -> str:
     limits = [c.max_env_steps for c in trainer.callbacks if isinstance(c, EnvStepLimit)]  # type: ignore[attr-defined]
     ends: dict[str, Any] = {"environment steps": min(limits, default=-1), "epochs": trainer.max_epochs}
     ends |= {"optimizer steps": trainer.max_steps, "of max_time": max_time}
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # which sets the other limits
+        ends = {"rollouts": trainer.limit_train_batches}
     text = " or ".join(f"{end} {unit}" for unit, end in ends.items() if end not in (None, -1))
     return f"until {text}" if text else "without a limit; stop it with Ctrl-C, or set --max_env_steps"
 

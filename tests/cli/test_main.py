@@ -575,6 +575,11 @@ def test_fast_dev_run_writes_nothing(capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("Done: 32 environment steps")
 
 
+def test_fast_dev_run_says_how_many_rollouts_it_takes(capsys):
+    main(["fit", *SMALL, "--trainer.fast_dev_run=2"])
+    assert "Training PPO on CartPole-v1 until 2 rollouts\n" in capsys.readouterr().out
+
+
 def test_barebones_trains_without_log_checkpoints_and_folder():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The Trainer has no checkpoint callback")
