@@ -86,6 +86,8 @@ _BASES: dict[str, type] = {
     "trainer.logger": Logger,
 }
 """Options whose values are classes, with the base class of these."""
+_FILES = ("", "trainer", *_BASES)
+"""Options, without a name those of `--config`, that may be in a file of their own."""
 _NO_PART = (*TRAINER_COMMANDS, "init_args", "dict_kwargs")
 """Keys of configurations that are not part of the names of options in messages."""
 _FIRST_OPTIONS = {
@@ -257,7 +259,7 @@ def settings(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
         if option == "-c" or option.startswith("--"):
             name = "" if option in ("-c", "--config") else option.removeprefix("--").rstrip("+")
             name = ".".join(part for part in name.split(".") if part not in _NO_PART)
-            yield from _flat(name, _content(name, value if equals else following))
+            yield from _flat(name, *_content(name, value if equals else following, Path()))
 
 
 def unknown_settings(group: str, parameters: Iterable[Parameter]) -> list[str]:
@@ -267,27 +269,30 @@ def unknown_settings(group: str, parameters: Iterable[Parameter]) -> list[str]:
     return sorted({".".join(x) for x in names if x[0] == group and len(x) > 1 and x[1] not in known})
 
 
-def _flat(name: str, content: Any) -> Iterator[tuple[str, Any]]:  # YAML
+def _flat(name: str, content: Any, folder: Path) -> Iterator[tuple[str, Any]]:  # YAML
+    if name in _FILES and isinstance(content, str):  # a file that a configuration names, beside it
+        content, folder = _content(name, content, folder)
     if isinstance(content, dict):
         for key, value in content.items():
             beside = "class_path" in content and key not in ("class_path", *_NO_PART)
             outer = f"{name}.class_path" if beside else name
-            yield from _flat(outer if key in _NO_PART else f"{outer}.{key}".removeprefix("."), value)
+            yield from _flat(outer if key in _NO_PART else f"{outer}.{key}".removeprefix("."), value, folder)
     elif isinstance(content, list) and name in _BASES:
         for entry in content:
-            yield from _flat(name, entry)
+            yield from _flat(name, entry, folder)
     elif name:
         yield name, content
 
 
-def _content(name: str, value: str) -> Any:  # YAML
-    """Return the content of a file or an argument; None if the parser will report an error in it."""
+def _content(name: str, value: str, folder: Path) -> tuple[Any, Path]:  # YAML
+    """Return the content of a file or an argument, None if the parser will report an error in it, and its folder."""
     try:
-        path = Path(value if name else resolve_config(value))
-        is_file = name in ("", "trainer", *_BASES) and path.is_file()
-        return yaml.safe_load(path.read_text() if is_file else value)
+        path = folder / (value if name else resolve_config(value))
+        if name in _FILES and path.is_file():
+            return yaml.safe_load(path.read_text()), path.parent
+        return yaml.safe_load(value), folder
     except (OSError, ValueError, yaml.YAMLError):
-        return None
+        return None, folder
 
 
 def chooses_data_class(arguments: Sequence[str]) -> bool:

@@ -300,6 +300,22 @@ def test_configurations_compose_and_the_command_line_wins(capsys, as_typed):
     assert config["model"]["class_path"] == "lightning_rl.PPO"
 
 
+def test_mistakes_are_found_beside_and_in_files_that_a_configuration_names(capsys):
+    folder = Path("mine")
+    folder.mkdir()
+    (folder / "model.yaml").write_text("class_path: PPO\ninit_args:\n  gamma: 0.5\n")
+    (folder / "data.yaml").write_text("env_id: CartPole-v1\nnum_envs: 3\n")
+    (folder / "all.yaml").write_text("model: model.yaml\ndata: data.yaml\n")
+    arguments = ["fit", "--config", "mine/all.yaml"]
+    assert not chooses_data_class(arguments)
+    config = configuration(capsys, *arguments)
+    assert (config["model"]["init_args"]["gamma"], config["data"]["num_envs"]) == (0.5, 3)
+    for option, near in (("trainer.max_epoch", "trainer.max_epochs"), ("data.num_env", "data.num_envs")):
+        assert f"{option}=3 is no option; did you mean {near}" in refused(capsys, *arguments, f"--{option}=3", status=2)
+    (folder / "model.yaml").write_text("class_path: PPO\ninit_args:\n  gama: 0.5\n")
+    assert "model.gama=0.5 is no option; did you mean model.gamma" in refused(capsys, *arguments, status=2)
+
+
 def test_a_shipped_configuration_is_given_by_its_name(capsys):
     assert configuration(capsys, "fit", "--config", "ppo/cartpole") == configuration(
         capsys, "fit", "--config", CARTPOLE
