@@ -186,8 +186,13 @@ class RolloutDataModule(LightningDataModule):
         check(hparams_file is None, "hparams_file", hparams_file, "None; pass options as keyword arguments")
         checkpoint = read_data(checkpoint_path, map_location, weights_only, "checkpoint_path")
         with loading(trust):
-            stored = constructor_options(cls, checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}))
-            data = cls(**stored | kwargs)
+            options = constructor_options(cls, checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})) | kwargs
+            try:
+                inspect.signature(cls).bind(**options)
+            except TypeError as error:
+                message = f"{error}; pass the options that the checkpoint does not have, as keyword arguments"
+                raise ConfigurationError(f"{cls.__name__}.load_from_checkpoint: {message}") from None
+            data = cls(**options)
         if cls.__qualname__ in checkpoint:
             data.load_state_dict(checkpoint[cls.__qualname__])
         return data

@@ -443,3 +443,13 @@ def test_action_space_of_another_type_is_named_with_what_is_supported(space):
         ConfigurationError, match=r"^action_space(\.a)?: (Text|Sequence) is not supported; expected Box, Disc"
     ):
         PPO(data.observation_space, data.action_space)
+
+
+def test_loading_from_a_checkpoint_says_which_options_to_pass(tmp_path):
+    data, trainer = make_data(), make_trainer()
+    trainer.fit(make_model(data), data)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    expected = "RolloutDataModule.load_from_checkpoint: missing a required argument: 'env_id'; pass the options that"
+    with pytest.raises(ConfigurationError, match=re.escape(expected)):
+        RolloutDataModule.load_from_checkpoint(tmp_path / "run.ckpt")
+    assert RolloutDataModule.load_from_checkpoint(tmp_path / "run.ckpt", env_id="CartPole-v1").num_envs == 8
