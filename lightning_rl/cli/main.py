@@ -117,7 +117,8 @@ class OnPolicyCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Resolve `last` and `best`, and choose the folder of the run."""
-        # Unlike in Lightning, hyper-parameters of the checkpoint do not replace options of the command line.
+        # Overrides a private method of Lightning (2.5.5 to 2.6), where hyper-parameters of the checkpoint replace
+        # options of the command line.
         config = self.config[self.config.subcommand]
         self._fits = self.config.subcommand == "fit"
         seed, data, algorithm = config.seed_everything, config.data, config.model.class_path.rpartition(".")[2]
