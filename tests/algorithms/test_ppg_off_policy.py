@@ -8,6 +8,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rl import OffPolicyPPG, Rollout
+from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import BatchPair
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.ppg_models import REUSED, ROWS, change, fit, make
@@ -67,6 +68,21 @@ def test_importance_ratios_use_the_policy_that_took_the_action() -> None:
     rows = model.sources["policy"].gather(torch.arange(4))
     expected = random_rollout(make(OffPolicyPPG).policy, seed=2, off_policy=0.0)
     assert any(torch.equal(rows["log_probs"][0], x) for x in expected.log_probs.flatten())
+
+
+def test_target_kl_stops_an_iteration_but_not_the_next_one() -> None:
+    class CountedLosses(OffPolicyPPG):
+        def policy_iteration(self, samples: BatchPair) -> None:
+            counts.append(0)
+            super().policy_iteration(samples)
+
+        def loss_of_both(self, pair: BatchPair) -> Loss:
+            counts[-1] += 1
+            return super().loss_of_both(pair)
+
+    counts: list[int] = []
+    fit(make(CountedLosses, target_kl=1e-4, num_epochs=3, num_minibatches=1, learning_rate=0.05), 1)
+    assert counts == [2, 1]
 
 
 def test_new_rollouts_are_on_policy_in_off_policy_ppg() -> None:
