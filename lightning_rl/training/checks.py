@@ -149,8 +149,11 @@ _REFUSED = {
 }
 # Hooks that Lightning calls in automatic optimization only.
 _NEVER_CALLED = (
-    *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
-    *("lr_scheduler_step", "on_before_zero_grad"),
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_before_zero_grad",
 )
 
 
