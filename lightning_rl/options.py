@@ -130,6 +130,12 @@ def changed(name: str, group: Group, given: Any) -> Group:  # what a user gave
     return replace(group, **changes)
 
 
+def with_changes(stored: Mapping[str, Any], given: Mapping[str, Any], groups: Mapping[str, Group]) -> dict[str, Any]:
+    """Return the given options; one that is a dict changes single options of the stored group."""
+    before = {name: changed(name, groups[name], stored[name]) for name in groups.keys() & stored.keys() & given.keys()}
+    return {name: changed(name, before[name], x) if name in before else x for name, x in given.items()}
+
+
 def flat(options: Mapping[str, Any], groups: Mapping[str, Group]) -> dict[str, Any]:
     """Return options by their full names: `{"gamma": 0.99, "optimizer.max_grad_norm": 0.5, ...}`.
 

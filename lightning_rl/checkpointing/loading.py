@@ -14,7 +14,7 @@ from torch import Tensor
 import lightning_rl
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format
 from lightning_rl.files import read_data
-from lightning_rl.options import changed, default_groups, parameters_of
+from lightning_rl.options import default_groups, parameters_of, with_changes
 from lightning_rl.training.normalizers import reward_scale
 from lightning_rl.training.parameter_groups import PARTS, Part, part_of
 from lightning_rl.validation import ConfigurationError, check, constructor_options, import_class, loading
@@ -52,12 +52,7 @@ def from_checkpoint(
                 f"checkpoint_path={str(source)!r} is a checkpoint of {saved}, not of {cls.__name__}: "
                 f"use {saved}.load_from_checkpoint"
             )
-        groups = default_groups(algorithm)
-        changes = {
-            name: changed(name, changed(name, groups[name], stored[name]), value) if name in groups else value
-            for name, value in given.items()
-        }
-        module = _construct(algorithm, options, changes)
+        module = _construct(algorithm, options, with_changes(stored, given, default_groups(algorithm)))
         module.configure_model()
     default, state = module.strict_loading, checkpoint["state_dict"]
     module.strict_loading = default if strict is None else strict

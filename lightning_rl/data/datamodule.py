@@ -42,7 +42,15 @@ from lightning_rl.environments import (
 from lightning_rl.environments.contract import EVALUATION, FILMING, TESTING
 from lightning_rl.environments.registry import find_spec
 from lightning_rl.files import read_data
-from lightning_rl.options import changed, default_groups, flat, refuse_unknown_options
+from lightning_rl.options import (
+    changed,
+    default_groups,
+    defaults_of,
+    flat,
+    nested,
+    refuse_unknown_options,
+    with_changes,
+)
 from lightning_rl.policies.interface import Policy
 from lightning_rl.rollouts.rollout import Episode, Rollout
 from lightning_rl.validation import (
@@ -180,21 +188,24 @@ class RolloutDataModule(LightningDataModule):
     ) -> Self:
         """Return the data module of a checkpoint; see `OnPolicyAlgorithm.load_from_checkpoint`.
 
-        The checkpoint has the state of the environments, but options only if a subclass calls `save_hyperparameters`;
-        other options are keyword arguments.
+        A subclass with its own constructor has the options that it stores by `save_hyperparameters`; `kwargs` are the
+        others. An option that is missing, or that a checkpoint cannot hold, raises a `ConfigurationError`.
         """
         check(hparams_file is None, "hparams_file", hparams_file, "None; pass options as keyword arguments")
         checkpoint = read_data(checkpoint_path, map_location, weights_only, "checkpoint_path")
+        stored, state = (checkpoint.get(key, {}) for key in (cls.CHECKPOINT_HYPER_PARAMS_KEY, cls.__qualname__))
+        if cls.__init__ is RolloutDataModule.__init__:
+            stored = _options_of_run(cls, state.get("settings", {}), kwargs) | stored
         with loading(trust):
-            options = constructor_options(cls, checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})) | kwargs
+            options = constructor_options(cls, stored) | with_changes(stored, kwargs, default_groups(cls))
             try:
                 inspect.signature(cls).bind(**options)
             except TypeError as error:
-                message = f"{error}; pass the options that the checkpoint does not have, as keyword arguments"
-                raise ConfigurationError(f"{cls.__name__}.load_from_checkpoint: {message}") from None
+                message = f"{cls.__name__}.load_from_checkpoint: {error}; pass it as a keyword argument"
+                raise ConfigurationError(message) from None
             data = cls(**options)
-        if cls.__qualname__ in checkpoint:
-            data.load_state_dict(checkpoint[cls.__qualname__])
+        if state:
+            data.load_state_dict(state)
         return data
 
     def save_hyperparameters(self, *args: Any, frame: FrameType | None = None, **kwargs: Any) -> None:
@@ -337,11 +348,11 @@ class RolloutDataModule(LightningDataModule):
     @property
     def _settings(self) -> dict[str, Any]:
         """Options by full name, without those that a checkpoint cannot hold."""
-        spec, names = self.spec, ("num_envs", "rollout_length", "rollouts_per_epoch", "seed", "actors", "evaluation")
+        spec, names = self.spec, ("num_envs", "rollout_length", "rollouts_per_epoch", "actors", "evaluation")
         # Wrapper classes as class paths.
         env = replace(spec.env, wrappers=[*self.eval_spec.wrappers], training_wrappers=[*spec.training_wrappers])
         settings = {"env_id": spec.env_id, "backend": spec.backend, "env": env}
-        settings |= {name: getattr(self, name) for name in names}
+        settings |= {name: getattr(self, name) for name in (*names, "info_keys", "seed")}
         plain = {}
         for name, value in flat(settings, default_groups(type(self))).items():
             with contextlib.suppress(ConfigurationError):
@@ -571,3 +582,23 @@ class RolloutDataModule(LightningDataModule):
         self._filming = None
         if films is not None:
             self._filming = Evaluator(self.eval_spec.for_filming(env_kwargs), self.evaluation.num_envs, films)
+
+
+def _options_of_run(
+    cls: type[RolloutDataModule], settings: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the options of a run from the `settings` of its state, without the seed, which the state has too.
+
+    An option that a checkpoint cannot hold, such as a function in `env.kwargs`, raises an error unless it is `given`.
+    """
+    groups = default_groups(cls)
+    missing = flat(defaults_of(cls), groups).keys() - settings.keys() - given.keys()
+    for name in groups.keys() & given.keys():
+        group = given[name]
+        missing -= {f"{name}.{option}" for option in (group if isinstance(group, Mapping) else vars(group))}
+    if settings and missing:
+        raise ConfigurationError(
+            f"{cls.__name__}.load_from_checkpoint: the checkpoint cannot hold {', '.join(sorted(missing))}: pass the "
+            "value of the run"
+        )
+    return nested({name: value for name, value in settings.items() if name != "seed"})

@@ -445,11 +445,47 @@ def test_action_space_of_another_type_is_named_with_what_is_supported(space):
         PPO(data.observation_space, data.action_space)
 
 
-def test_loading_from_a_checkpoint_says_which_options_to_pass(tmp_path):
-    data, trainer = make_data(), make_trainer()
+class Named(RolloutDataModule):
+    """Has its own constructor, and stores no options."""
+
+    def __init__(self, name):
+        super().__init__(f"{name}-v1", rollout_length=4)
+
+
+def save(data):
+    trainer = make_trainer()
     trainer.fit(make_model(data), data)
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    expected = "RolloutDataModule.load_from_checkpoint: missing a required argument: 'env_id'; pass the options that"
+    trainer.save_checkpoint("run.ckpt")
+
+
+def test_a_data_module_is_loaded_with_the_options_and_the_seed_of_its_run(in_tmp_path):
+    limit = {"class_path": "gymnasium.wrappers.TimeLimit", "init_args": {"max_episode_steps": 4}}
+    env = {"wrappers": [limit], "frame_stack": 2, "reward_scale": 0.5}
+    save(data := make_data(rollout_length=4, env=env, info_keys=["x"], evaluation={"episodes": 3}, seed=None))
+    loaded = RolloutDataModule.load_from_checkpoint("run.ckpt")
+    assert loaded.spec.wrappers == data.spec.wrappers and loaded.evaluation == data.evaluation
+    assert loaded.spec.env.frame_stack == 2 and loaded.spec.env.reward_scale == 0.5
+    assert loaded.rollout_shape == data.rollout_shape and loaded.info_keys == ["x"] and loaded.seed == data.seed
+    changed = RolloutDataModule.load_from_checkpoint("run.ckpt", env={"frame_stack": 3}, num_envs=5, seed=7)
+    assert changed.spec.env == replace(loaded.spec.env, frame_stack=3) and changed.num_envs == 5 and changed.seed == 7
+
+
+def test_loading_a_data_module_names_the_options_that_a_checkpoint_cannot_hold(in_tmp_path):
+    space = spaces.Box(-1, 1, (2,))
+    save(make_data("Probe/Space-v0", env={"kwargs": {"observation_space": space, "action_space": space}}))
+    expected = (
+        "RolloutDataModule.load_from_checkpoint: the checkpoint cannot hold env.kwargs: pass the value of the run"
+    )
+    for given in ({}, {"env": {"frame_stack": 2}}):
+        with pytest.raises(ConfigurationError, match=re.escape(expected)):
+            RolloutDataModule.load_from_checkpoint("run.ckpt", **given)
+    env = {"kwargs": {"observation_space": space, "action_space": space}}
+    assert RolloutDataModule.load_from_checkpoint("run.ckpt", env=env).spec.env_id == "Probe/Space-v0"
+
+
+def test_loading_a_subclass_says_which_options_it_lacks(in_tmp_path):
+    save(Named("CartPole"))
+    expected = "Named.load_from_checkpoint: missing a required argument: 'name'; pass it as a keyword argument"
     with pytest.raises(ConfigurationError, match=re.escape(expected)):
-        RolloutDataModule.load_from_checkpoint(tmp_path / "run.ckpt")
-    assert RolloutDataModule.load_from_checkpoint(tmp_path / "run.ckpt", env_id="CartPole-v1").num_envs == 8
+        Named.load_from_checkpoint("run.ckpt")
+    assert Named.load_from_checkpoint("run.ckpt", name="CartPole").rollout_length == 4
