@@ -499,11 +499,12 @@ class EnvironmentBatch:
             given = to_array(infos.get(key, np.nan)).ravel()
             expected = f"one number or {self.num_envs} in info[{key!r}], got {len(given)}"
             check(len(given) in (1, self.num_envs), "info_keys", key, expected)
-            present = rows & to_array(infos.get(f"_{key}", True))
+            present = rows & to_array(infos.get(f"_{key}", True)).astype(bool)
+            found = np.broadcast_to(given, self.num_envs)[present]
             try:
-                numbers[present] = np.broadcast_to(given, self.num_envs)[present]
+                numbers[present] = found
             except (TypeError, ValueError):
-                wrong = next(x for x in given if not isinstance(x, int | float | np.number | np.bool_))
+                wrong = next(x for x in found if not isinstance(x, int | float | np.number | np.bool_ | None))
                 raise ConfigurationError(
                     f"info_keys={key!r} is not valid: info[{key!r}] is {wrong!r}, expected a number"
                 ) from None

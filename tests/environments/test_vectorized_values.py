@@ -270,3 +270,21 @@ def test_native_environments_with_an_own_state_are_restored(monkeypatch, mode, o
         expected, found = (batch.step(np.zeros(2, np.int64)) for batch in (first, again))
         np.testing.assert_array_equal(found.observations, expected.observations)
         np.testing.assert_array_equal(found.terminated, expected.terminated)
+
+
+def test_info_may_mark_its_environments_by_numbers():
+    environments = make()
+    environments.reset()
+    step = environments.step(np.zeros(2, np.int64))
+    for marks in (np.array([0, 1]), np.array([0.0, 1.0])):
+        found = environments.info_values(step._replace(infos={"level": np.array([4, 5]), "_level": marks}), "level")
+        np.testing.assert_array_equal(found, [np.nan, 5])
+
+
+@pytest.mark.parametrize("first", [None, 1])
+def test_error_shows_the_value_in_info_that_is_no_number(first):
+    environments = make()
+    environments.reset()
+    step = environments.step(np.zeros(2, np.int64))._replace(infos={"level": np.array([first, "high"], object)})
+    with pytest.raises(ConfigurationError, match=r"info\['level'\] is 'high', expected a number"):
+        environments.info_values(step, "level")
