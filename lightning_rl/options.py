@@ -144,16 +144,17 @@ def flat(options: Mapping[str, Any], groups: Mapping[str, Group]) -> dict[str, A
     """
     result: dict[str, Any] = {}
     for name, value in options.items():
-        result |= _leaves(name, changed(name, groups[name], value)) if name in groups else {name: value}
+        result |= _leaves(name, changed(name, groups[name], value), groups[name]) if name in groups else {name: value}
     return result
 
 
-def _leaves(name: str, value: Any) -> dict[str, Any]:
-    if not is_dataclass(value):
+def _leaves(name: str, value: Any, default: Any) -> dict[str, Any]:
+    if not is_dataclass(default):  # a dataclass that is the value of an option is no group
         return {name: value}
-    return {
-        key: leaf for field, inner in vars(value).items() for key, leaf in _leaves(f"{name}.{field}", inner).items()
-    }
+    found: dict[str, Any] = {}
+    for field, inner in vars(default).items():
+        found |= _leaves(f"{name}.{field}", getattr(value, field), inner)
+    return found
 
 
 def nested(options: Mapping[str, Any]) -> dict[str, Any]:

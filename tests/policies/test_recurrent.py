@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_rl import PPO
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic, copy_to_cpu
 from lightning_rl.policies.recurrent import GRUGate, MemoryOptions, RecurrentCore, make_core
@@ -224,6 +225,11 @@ def test_weights_are_orthogonal_and_biases_zero(kind, dtype):
 def test_invalid_memory_options_raise(memory, message):
     with pytest.raises(ConfigurationError, match=message):
         ActorCritic(VECTOR, DISCRETE, memory=memory, shared_encoder=False)
+
+
+def test_algorithms_take_memory_as_plain_data_only():
+    with pytest.raises(ConfigurationError, match=r"policy.memory=MemoryOptions\(.*\) cannot be stored in a checkpoint"):
+        PPO(VECTOR, DISCRETE, policy={"memory": MemoryOptions("lstm")})
 
 
 def test_missing_memory_or_sequences_raise():
