@@ -595,7 +595,7 @@ def _options_of_run(
     missing = flat(defaults_of(cls), groups).keys() - settings.keys() - given.keys()
     for name in groups.keys() & given.keys():
         group = given[name]
-        missing -= {f"{name}.{option}" for option in (group if isinstance(group, Mapping) else vars(group))}
+        missing -= {f"{name}.{option}" for option in (group if isinstance(group, Mapping) else vars(groups[name]))}
     if settings and missing:
         raise ConfigurationError(
             f"{cls.__name__}.load_from_checkpoint: the checkpoint cannot hold {', '.join(sorted(missing))}: pass the "

@@ -468,6 +468,8 @@ def test_a_data_module_is_loaded_with_the_options_and_the_seed_of_its_run(in_tmp
     assert loaded.rollout_shape == data.rollout_shape and loaded.info_keys == ["x"] and loaded.seed == data.seed
     changed = RolloutDataModule.load_from_checkpoint("run.ckpt", env={"frame_stack": 3}, num_envs=5, seed=7)
     assert changed.spec.env == replace(loaded.spec.env, frame_stack=3) and changed.num_envs == 5 and changed.seed == 7
+    with pytest.raises(ConfigurationError, match=r"^env=None is not valid: expected EnvConfig\(.*a dict of its"):
+        RolloutDataModule.load_from_checkpoint("run.ckpt", env=None)
 
 
 def test_loading_a_data_module_names_the_options_that_a_checkpoint_cannot_hold(in_tmp_path):
