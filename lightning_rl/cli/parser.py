@@ -87,7 +87,7 @@ _BASES: dict[str, type] = {
 }
 """Options whose values are classes, with the base class of these."""
 _FILES = ("", "trainer", *_BASES)
-"""Options, without a name those of `--config`, that may be in a file of their own."""
+"""Options that may be in a file of their own; the empty name stands for `--config`."""
 _NO_PART = (*TRAINER_COMMANDS, "init_args", "dict_kwargs")
 """Keys of configurations that are not part of the names of options in messages."""
 _FIRST_OPTIONS = {
