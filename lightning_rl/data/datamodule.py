@@ -348,11 +348,12 @@ class RolloutDataModule(LightningDataModule):
     @property
     def _settings(self) -> dict[str, Any]:
         """Options by full name, without those that a checkpoint cannot hold."""
-        spec, names = self.spec, ("num_envs", "rollout_length", "rollouts_per_epoch", "actors", "evaluation")
+        spec = self.spec
+        names = ("num_envs", "rollout_length", "rollouts_per_epoch", "info_keys", "seed", "actors", "evaluation")
         # Wrapper classes as class paths.
         env = replace(spec.env, wrappers=[*self.eval_spec.wrappers], training_wrappers=[*spec.training_wrappers])
         settings = {"env_id": spec.env_id, "backend": spec.backend, "env": env}
-        settings |= {name: getattr(self, name) for name in (*names, "info_keys", "seed")}
+        settings |= {name: getattr(self, name) for name in names}
         plain = {}
         for name, value in flat(settings, default_groups(type(self))).items():
             with contextlib.suppress(ConfigurationError):

@@ -371,9 +371,10 @@ def engine_for(model: LightningModule) -> FastEngine | None:
         line = f"{name} updates by plain PyTorch and Lightning: {reason}"
     elif cast(Any, model).options["debug.fast_paths"] == "compiled":
         if (reason := why_not_compiled(model)) is None:
-            before, line = cast(Any, model).steps.engine, f"{name} updates by the compiled engine"
+            before = cast(Any, model).steps.engine  # has the programs of earlier rollouts
             engine = before if isinstance(before, CompiledEngine) else CompiledEngine(model)
             engine.begin()
+            line = f"{name} updates by the compiled engine"
         else:
             engine, line = FastEngine(), f"{name} updates by the fast engine, with autograd: {reason}"
     else:

@@ -166,7 +166,8 @@ class RecurrentCore(nn.Module):
     def _run(self, x: Tensor, state: Nested, weights: list[Tensor], *batch_sizes: Tensor) -> tuple[Tensor, Nested]:
         """Return outputs and last state for steps `[T, B, f]`, or with `batch_sizes` for packed rows `[N, f]`."""
         run: Any = torch.lstm if self.is_lstm else torch.gru
-        options = (True, self.num_layers, 0.0, torch.is_grad_enabled(), False, *(() if batch_sizes else (False,)))
+        batch_first = () if batch_sizes else (False,)  # the call for packed rows has no such argument
+        options = (True, self.num_layers, 0.0, torch.is_grad_enabled(), False, *batch_first)
         outputs, *after = run(x, *batch_sizes, state, weights, *options)
         return outputs, tuple(after) if self.is_lstm else after[0]
 
