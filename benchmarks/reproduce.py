@@ -3,7 +3,7 @@
     python benchmarks/reproduce.py configs/ppo/cartpole.yaml --seed 0
 
 Trains as `lightning-rl fit --config … --seed_everything 0` does. Then the final policy, not the best one, plays 100
-episodes once, with its most likely actions. The result is
+episodes once, with its most likely actions or, with `evaluation.deterministic: false`, samples. The result is
 `benchmarks/results/<algorithm>/<configuration>/seed<n>.json`. A configuration that needs the episodes or the checkpoint
 of another run gets them first, by `recipes.py`, with the same seed. The run uses a separate working folder, so further
 arguments must name files by absolute paths.
@@ -148,7 +148,7 @@ def reproduce(
             events = history(Path(scratch))
             result |= {"interruptions": interruptions(events), "history": events}
     result["evaluation"] = {
-        "policy": "mode",
+        "policy": "mode" if cli.datamodule.evaluation.deterministic else "samples",
         "episodes": len(played.returns),
         "mean": statistics.fmean(played.returns),
         "standard_deviation": statistics.pstdev(played.returns),
@@ -168,7 +168,7 @@ def reproduce(
 def evaluate(cli: OnPolicyCLI, checkpoint: Path, episodes: int) -> PlayedEpisodes:
     """Save the final checkpoint, and evaluate the checkpoint."""
     cli.trainer.save_checkpoint(checkpoint)
-    cli.datamodule.evaluation = replace(cli.datamodule.evaluation, episodes=episodes, deterministic=True)
+    cli.datamodule.evaluation = replace(cli.datamodule.evaluation, episodes=episodes)
     played = PlayedEpisodes()
     cli.trainer.callbacks.append(played)  # type: ignore[attr-defined]
     cli.trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=str(checkpoint), verbose=False)
