@@ -901,6 +901,16 @@ class StartsWithoutSuper(PPO):
         self.seen = True
 
 
+class SetsUpWithoutSuper(PPO):
+    def setup(self, stage):
+        self.seen = stage
+
+
+class FitsWithoutSuper(PPO):
+    def on_fit_start(self):
+        self.seen = True
+
+
 class WithoutCallbacks(PPO):
     def configure_callbacks(self):
         return []
@@ -925,6 +935,8 @@ class Frozen(PPO):
         (ThreeOptimizers, ConfigurationError, r"configure_optimizers='3 optimizers' .* one for the critic"),
         (WithoutSuper, ConfigurationError, r"WithoutSuper.training_step does not call super"),
         (StartsWithoutSuper, ConfigurationError, r"StartsWithoutSuper.on_train_start does not call super"),
+        (SetsUpWithoutSuper, ConfigurationError, r"SetsUpWithoutSuper.setup does not call super"),
+        (FitsWithoutSuper, ConfigurationError, r"FitsWithoutSuper.on_fit_start does not call super"),
     ],
 )
 def test_what_an_algorithm_must_not_do_is_refused(algorithm, error, message):

@@ -140,7 +140,7 @@ def write_data(saved, **settings: Any) -> Path:
     """A checkpoint without a configuration, which says what its environments were."""
     content = dict(saved[0])
     state = content["RolloutDataModule"]
-    content["RolloutDataModule"] = state | {"settings": flat({"env_id": "CartPole-v1", **settings}, GROUPS)}
+    content["RolloutDataModule"] = state | {"settings": state["settings"] | flat(settings, GROUPS)}
     torch.save(content, "data.ckpt")
     return Path("data.ckpt")
 

@@ -160,6 +160,7 @@ class OnPolicyAlgorithm(LightningModule):
         self.not_in_checkpoints: set[str] = set()
         self.skipped_updates, self.updating = 0, False
         self.acting_copies: list[nn.Module] = []  # in a list, which hides it from checkpoints
+        self.hooks_run: set[str] = set()  # a subclass may override them without super()
         self.restored: dict[str, Any] = {}
         self._set_learning_rates(learning_rate)
         self.policy = self.make_policy()
@@ -559,6 +560,7 @@ class OnPolicyAlgorithm(LightningModule):
             self.acting_copies = [shard(self.policy, self.device_mesh["data_parallel"])]
 
     def setup(self, stage: str) -> None:
+        self.hooks_run.add("setup")
         self._roll_back()  # an update that an exception interrupted
         self.updating = False
         checks.check_strategy(self.trainer.strategy)
@@ -593,6 +595,7 @@ class OnPolicyAlgorithm(LightningModule):
         check(getattr(data, "has_recorded_steps", needed) == needed, "data", type(data).__name__, expected)
 
     def on_fit_start(self) -> None:
+        self.hooks_run.add("on_fit_start")
         data, name = self.trainer.datamodule, type(self).__name__  # type: ignore[attr-defined]
         expected = "a parameter with requires_grad; model.unfreeze() sets it for all"
         check(any(x.requires_grad for x in self.parameters()), "model", f"{name}, frozen", expected)
@@ -606,6 +609,7 @@ class OnPolicyAlgorithm(LightningModule):
             raise ConfigurationError(f"{name}.configure_callbacks does not return the callbacks of super() as well")
 
     def on_train_start(self) -> None:
+        self.hooks_run.add("on_train_start")
         _update_acting_policy(self)
         restore_this_rank(self, self.restored.get("ranks", []))
         made = sum(bool(x.param_groups) for x in self.steps.all_optimizers) // self.steps.num_sets

@@ -195,7 +195,8 @@ class RolloutDataModule(LightningDataModule):
         checkpoint = read_data(checkpoint_path, map_location, weights_only, "checkpoint_path")
         stored, state = (checkpoint.get(key, {}) for key in (cls.CHECKPOINT_HYPER_PARAMS_KEY, cls.__qualname__))
         if cls.__init__ is RolloutDataModule.__init__:
-            stored = _options_of_run(cls, state.get("settings", {}), kwargs) | stored
+            named = f"{cls.__name__}.load_from_checkpoint"
+            stored = options_of_run(cls, state.get("settings", {}), kwargs, named) | stored
         with loading(trust):
             options = constructor_options(cls, stored) | with_changes(stored, kwargs, default_groups(cls))
             try:
@@ -585,12 +586,13 @@ class RolloutDataModule(LightningDataModule):
             self._filming = Evaluator(self.eval_spec.for_filming(env_kwargs), self.evaluation.num_envs, films)
 
 
-def _options_of_run(
-    cls: type[RolloutDataModule], settings: Mapping[str, Any], given: Mapping[str, Any]
+def options_of_run(
+    cls: type[RolloutDataModule], settings: Mapping[str, Any], given: Mapping[str, Any], field: str
 ) -> dict[str, Any]:
     """Return the options of a run from the `settings` of its state, without the seed, which the state has too.
 
-    An option that a checkpoint cannot hold, such as a function in `env.kwargs`, raises an error unless it is `given`.
+    An option that a checkpoint cannot hold, such as a function in `env.kwargs`, raises an error that begins with
+    `field`, unless it is `given`.
     """
     groups = default_groups(cls)
     missing = flat(defaults_of(cls), groups).keys() - settings.keys() - given.keys()
@@ -599,7 +601,6 @@ def _options_of_run(
         missing -= {f"{name}.{option}" for option in (group if isinstance(group, Mapping) else vars(groups[name]))}
     if settings and missing:
         raise ConfigurationError(
-            f"{cls.__name__}.load_from_checkpoint: the checkpoint cannot hold {', '.join(sorted(missing))}: pass the "
-            "value of the run"
+            f"{field}: the checkpoint cannot hold {', '.join(sorted(missing))}: pass the value of the run"
         )
     return nested({name: value for name, value in settings.items() if name != "seed"})

@@ -18,13 +18,12 @@ from lightning_rl import algorithms
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpointing.run_folders import RUNS, configurations, find_checkpoint, folder_around, run_root
-from lightning_rl.data.datamodule import RolloutDataModule
+from lightning_rl.data.datamodule import RolloutDataModule, options_of_run
 from lightning_rl.data.evaluation import Evaluator
 from lightning_rl.data.recorded_episodes import RecordedEpisodes
 from lightning_rl.environments.contract import TESTING
 from lightning_rl.files import check_intact, read_yaml, relative
 from lightning_rl.nested import Nested, map_leaves
-from lightning_rl.options import nested
 from lightning_rl.tools.export import (
     FOLDER_PATTERN,
     PROGRAMS,
@@ -179,7 +178,8 @@ def load_data(path: str | Path, config: str | Path | None = None, trust: Sequenc
 
     Everything in a given `config`, a file or the name of a shipped one, is trusted. Without it, the result of
     `config_of` is used or else the options in the checkpoint, and classes in them are trusted as in `load_algorithm`.
-    Unknown environments and classes that are not trusted raise a `ConfigurationError`.
+    Unknown environments, classes that are not trusted, and options that the checkpoint cannot hold raise a
+    `ConfigurationError`.
     """
     if config is not None:
         return _environments(*_class_and_options(config_file(config)), f"config={str(config)!r}")
@@ -191,7 +191,8 @@ def load_data(path: str | Path, config: str | Path | None = None, trust: Sequenc
         stored: dict[str, Any] = next((part["settings"] for part in parts if "settings" in part), {})
         if "env_id" not in stored:
             raise ConfigurationError(f"config: the environment of {path} is unknown: expected the run's configuration")
-        return _environments(RolloutDataModule, nested(stored), f"path={str(path)!r}")
+        options = options_of_run(RolloutDataModule, stored, {}, "config: expected the run's configuration")
+        return _environments(RolloutDataModule, options, f"path={str(path)!r}")
 
 
 def _class_and_options(config: Path) -> tuple[type[RolloutDataModule], dict[str, Any]]:

@@ -83,7 +83,6 @@ class RunClock:
     """
 
     def __init__(self) -> None:
-        self.started = False  # whether `start` was called
         self.env_steps = self.frames = self.policy_version = self.env_steps_before_epochs = 0
         self.epoch_size: tuple[int, int] | None = None
         self.planned_env_steps: int | None = None
@@ -93,7 +92,7 @@ class RunClock:
         if (size := epoch_size(trainer)) is not None:
             self.env_steps_before_epochs = self.before_epochs(trainer, size)
         self.epoch_size = size
-        self.planned_env_steps, self.started = planned_env_steps(trainer), True
+        self.planned_env_steps = planned_env_steps(trainer)
 
     def before_epochs(self, trainer: Trainer, size: tuple[int, int]) -> int:
         """Return `env_steps_before_epochs`, corrected if a resumed run had epochs of another size than `size`."""

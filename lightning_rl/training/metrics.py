@@ -254,9 +254,10 @@ class StepMetric(Callback):
     """
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        if not pl_module.clock.started:
-            name = type(pl_module).__name__
-            raise ConfigurationError(f"{name}.on_train_start does not call super(), which starts or resumes the run")
+        for hook in ("setup", "on_fit_start", "on_train_start"):
+            if hook not in pl_module.hooks_run:
+                name = type(pl_module).__name__
+                raise ConfigurationError(f"{name}.{hook} does not call super(), which checks and starts the run")
         pl_module.metrics.clock_will_move = True
         self._version = pl_module.policy_version
 

@@ -21,6 +21,7 @@ from lightning_rl.data import collector, evaluation
 from lightning_rl.data.datamodule import OnDemandLoader
 from lightning_rl.environments import AtariPreprocessing, EnvironmentFailure
 from lightning_rl.environments.contract import EVALUATION, TRAINING
+from lightning_rl.tools.trained import load_data
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 from tests.probes import Told
@@ -481,6 +482,9 @@ def test_loading_a_data_module_names_the_options_that_a_checkpoint_cannot_hold(i
     for given in ({}, {"env": {"frame_stack": 2}}):
         with pytest.raises(ConfigurationError, match=re.escape(expected)):
             RolloutDataModule.load_from_checkpoint("run.ckpt", **given)
+    expected = "config: expected the run's configuration: the checkpoint cannot hold env.kwargs: pass the value"
+    with pytest.raises(ConfigurationError, match=expected):
+        load_data("run.ckpt")
     env = {"kwargs": {"observation_space": space, "action_space": space}}
     assert RolloutDataModule.load_from_checkpoint("run.ckpt", env=env).spec.env_id == "Probe/Space-v0"
 
