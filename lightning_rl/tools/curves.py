@@ -11,6 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -66,7 +67,7 @@ class Log:
     """The log of one run."""
 
     folder: Path
-    settings: dict[str, Any]  # the configuration without seeds; empty if there is none
+    settings: dict[str, Any]  # the configuration, or a script's hyper-parameters, without seeds; empty if there is none
     scalars: dict[str, Series] = field(default_factory=dict)  # without NaN and infinity
     seed: str | None = None  # None if unknown
     run: Path | None = None  # folder of the run, if it is not that of the log
@@ -74,8 +75,9 @@ class Log:
 
     @property
     def algorithm(self) -> str:
-        """Name of the algorithm, or of the folder if it is unknown."""
-        return str(self.settings.get("model.class_path", self.folder.name)).rpartition(".")[2]
+        """Name of the algorithm, or path of the folder around the log if it is unknown."""
+        path = self.settings.get("model.class_path")
+        return str(self.folder.parent if path is None else path.rpartition(".")[2])
 
     @property
     def environment(self) -> str:
@@ -136,11 +138,11 @@ def same_seed(logs: Iterable[Log]) -> list[Log]:
 def by_experiment(logs: Iterable[Log]) -> dict[str, list[Log]]:
     """Group runs that differ only by their seed, under names with the settings that differ between groups.
 
-    Runs without a configuration are grouped by their parent folder.
+    Runs of scripts are grouped by their parent folder too.
     """
     groups: dict[str, list[Log]] = {}
     for log in logs:
-        groups.setdefault(_key(log.settings or str(log.folder.parent)), []).append(log)
+        groups.setdefault(_key([log.algorithm, log.settings]), []).append(log)
     firsts = [found[0] for found in groups.values()]
     named: dict[str, list[Log]] = {}
     for log, found in zip(firsts, groups.values(), strict=True):
@@ -153,13 +155,11 @@ def _key(settings: object) -> str:
 
 
 def _name(log: Log, logs: Sequence[Log]) -> str:
-    if not log.settings:
-        return str(log.folder.parent)
     alike = [other for other in logs if (other.algorithm, other.environment) == (log.algorithm, log.environment)]
     keys = sorted({key for other in alike for key in other.settings})
     differing = [key for key in keys if len({str(other.settings.get(key)) for other in alike}) > 1]
     own = [f"{key.rpartition('.')[2]}={log.settings.get(key)}" for key in differing]
-    return ", ".join([log.algorithm, *own]) + f" ({log.environment})"
+    return ", ".join([log.algorithm, *own]) + (f" ({log.environment})" if log.environment else "")
 
 
 def summarize(runs: Sequence[Series], statistic: Statistic = "iqm", confidence: float = 0.95) -> Summary:
@@ -208,6 +208,10 @@ def _read_log(folder: Path) -> Log:
     pointer = folder / RUN_FOLDER
     run = (folder / pointer.read_text().strip()).resolve() if pointer.is_file() else None
     configs = [read_yaml(path, "config") or {} for path in configurations(run or folder)]
+    if not configs and (logged := folder / "hparams.yaml").is_file():  # of a script
+        with suppress(ConfigurationError):  # other programs log Python objects
+            options = read_yaml(logged, "hparams.yaml") or {}
+            configs = [{"data": options.pop("data", {}), "model": options}]
     settings = dict(_flat(configs[-1])) if configs else {}
     changed = [change for before, after in pairwise(configs) for change in changes(before, after)]
     seeds = {key: seed for key in _SEEDS if (seed := settings.get(key)) is not None and seed is not False}
