@@ -22,8 +22,9 @@ from zoo import CONFIGS, environment
 DOCS = HERE.parent / "docs"
 BEGIN, END = "<!-- scores -->\n", "<!-- end of scores -->"
 _NOTE = """\
-Each score is the mean return of the final checkpoint over 100 episodes per seed, with the most likely actions and raw
-rewards. The scores of all seeds, and their commands, are in the [benchmarks](../../benchmarks/README.md).
+Each score is the mean return of the final checkpoint over 100 episodes per seed, with the most likely actions
+(`ppo/breakout`: samples) and raw rewards. The scores of all seeds,
+and their commands, are in the [benchmarks](../../benchmarks/README.md).
 """
 
 
