@@ -174,8 +174,6 @@ class RolloutDataModule(LightningDataModule):
         self._timed_since: float | None = None
         self._env_seconds = 0.0
         self._suggested = False
-        # For loggers; a group, because options of the model may have the same names.
-        super().save_hyperparameters({"data": nested(self._settings)})
 
     @classmethod
     def load_from_checkpoint(
@@ -196,7 +194,6 @@ class RolloutDataModule(LightningDataModule):
         check(hparams_file is None, "hparams_file", hparams_file, "None; pass options as keyword arguments")
         checkpoint = read_data(checkpoint_path, map_location, weights_only, "checkpoint_path")
         stored, state = (checkpoint.get(key, {}) for key in (cls.CHECKPOINT_HYPER_PARAMS_KEY, cls.__qualname__))
-        stored = {name: value for name, value in stored.items() if name != "data"}
         if cls.__init__ is RolloutDataModule.__init__:
             named = f"{cls.__name__}.load_from_checkpoint"
             stored = options_of_run(cls, state.get("settings", {}), kwargs, named) | stored
