@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Self, get_args
 
 import torch
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
@@ -319,6 +320,11 @@ class OnPolicyAlgorithm(LightningModule):
 
     def policy_options(self) -> dict[str, Any]:
         return {name: self.options[option] for name, option in POLICY_OPTIONS.items()}
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """Hyper-parameters for loggers: the options and the name of the algorithm."""
+        return AttributeDict({"algorithm": type(self).__name__, **super().hparams_initial})
 
     # ------------------------------------------------------------------ learning from a rollout
 

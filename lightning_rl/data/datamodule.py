@@ -16,6 +16,7 @@ from typing import IO, Any, Generic, Self, TypeVar, cast
 
 import torch
 from gymnasium import spaces
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies.xla import XLAStrategy
@@ -174,6 +175,7 @@ class RolloutDataModule(LightningDataModule):
         self._timed_since: float | None = None
         self._env_seconds = 0.0
         self._suggested = False
+        super().save_hyperparameters({})  # saves nothing, but makes the Trainer log `hparams_initial`
 
     @classmethod
     def load_from_checkpoint(
@@ -216,6 +218,11 @@ class RolloutDataModule(LightningDataModule):
         super().save_hyperparameters(*args, frame=frame, **kwargs)
         for name, value in self.hparams.items():
             self.hparams[name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """Hyper-parameters for loggers; all options are in the group `data`, as the model may have the same names."""
+        return AttributeDict({**super().hparams_initial, "data": nested(self._settings)})
 
     @property
     def observation_space(self) -> spaces.Space[Any]:

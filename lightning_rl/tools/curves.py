@@ -211,7 +211,8 @@ def _read_log(folder: Path) -> Log:
     if not configs and (logged := folder / "hparams.yaml").is_file():  # of a script
         with suppress(ConfigurationError):  # other programs log Python objects
             options = read_yaml(logged, "hparams.yaml") or {}
-            configs = [{"data": options.pop("data", {}), "model": options}]
+            data, algorithm = (options.pop(key, None) for key in ("data", "algorithm"))
+            configs = [{"data": data, "model": {"class_path": algorithm, **options}}]
     settings = dict(_flat(configs[-1])) if configs else {}
     changed = [change for before, after in pairwise(configs) for change in changes(before, after)]
     seeds = {key: seed for key in _SEEDS if (seed := settings.get(key)) is not None and seed is not False}

@@ -12,8 +12,10 @@ from types import SimpleNamespace
 import gymnasium
 import pytest
 import torch
+import yaml
 from gymnasium import spaces
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_rl import PPO, RolloutDataModule
@@ -471,6 +473,15 @@ def test_a_data_module_is_loaded_with_the_options_and_the_seed_of_its_run(in_tmp
     assert changed.spec.env == replace(loaded.spec.env, frame_stack=3) and changed.num_envs == 5 and changed.seed == 7
     with pytest.raises(ConfigurationError, match=r"^env=None is not valid: expected EnvConfig\(.*a dict of its"):
         RolloutDataModule.load_from_checkpoint("run.ckpt", env=None)
+
+
+def test_loggers_get_the_algorithm_its_options_and_those_of_the_data(in_tmp_path):
+    data = make_data(rollout_length=4, env={"frame_stack": 2})
+    trainer = make_trainer(logger=CSVLogger("."))
+    trainer.fit(make_model(data), data)
+    logged = yaml.safe_load(Path(trainer.logger.log_dir, "hparams.yaml").read_text())
+    assert logged["algorithm"] == "PPO" and logged["num_epochs"] and logged["data"]["rollout_length"] == 4
+    assert logged["data"]["env"]["frame_stack"] == 2 and logged["data"]["env_id"] == data.spec.env_id
 
 
 def test_loading_a_data_module_names_the_options_that_a_checkpoint_cannot_hold(in_tmp_path):

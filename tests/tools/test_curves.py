@@ -88,19 +88,21 @@ def test_runs_that_differ_only_by_seed_are_one_curve(tmp_path):
 
 
 def test_runs_of_scripts_with_other_options_are_other_curves(tmp_path):
-    for version, length in enumerate((8, 8, 16)):
+    for version, length in enumerate((8, 8, 8, 16)):
         folder = tmp_path / f"logs/version_{version}"
         write_run(folder, [version, version])
         (folder / "config.yaml").unlink()
         options = {"gamma": 0.9, "data": {"env_id": "CartPole-v1", "rollout_length": length, "seed": version}}
+        options |= {"algorithm": "A2C"} if version else {}
         (folder / "hparams.yaml").write_text(yaml.safe_dump(options))
-    write_run(tmp_path / "logs/version_3", [3])
-    (tmp_path / "logs/version_3/config.yaml").unlink()
-    (tmp_path / "logs/version_3/hparams.yaml").write_text("x: !!python/object:os.system {}\n")
+    write_run(tmp_path / "logs/version_4", [3])
+    (tmp_path / "logs/version_4/config.yaml").unlink()
+    (tmp_path / "logs/version_4/hparams.yaml").write_text("x: !!python/object:os.system {}\n")
     logs = tmp_path / "logs"
     assert {name: len(found) for name, found in by_experiment(find_logs(tmp_path)).items()} == {
-        f"{logs}, rollout_length=8 (CartPole-v1)": 2,
-        f"{logs}, rollout_length=16 (CartPole-v1)": 1,
+        f"{logs} (CartPole-v1)": 1,
+        "A2C, rollout_length=8 (CartPole-v1)": 2,
+        "A2C, rollout_length=16 (CartPole-v1)": 1,
         str(logs): 1,
     }
 
