@@ -26,8 +26,8 @@ _OUTCOME = 7  # the cell of a row
 INTRODUCTION = """# Model zoo
 
 Every shipped configuration: the command that trains it, the score of its final policy, and published scores.
-The score is the mean return of 100 episodes with the most likely actions (`ppo/breakout`: samples), averaged over
-seeds 0, 1, …. Each seed is trained once, and no seed is left out.
+The score is the mean return of 100 episodes with the most likely actions (samples with
+`evaluation.deterministic: false`), averaged over seeds 0, 1, …. Each seed is trained once, and no seed is left out.
 Brackets contain the 95 % bootstrap interval of the mean: over **seeds**, or over
 the **episodes** if there is only one seed; the latter says nothing about other seeds. Wall time is the median over
 seeds, on two cores with other load, so the CPU time of training is given too.

@@ -12,8 +12,10 @@ from lightning_rl import algorithms
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
+from lightning_rl.nested import Nested
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import Distribution
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
@@ -73,7 +75,12 @@ class Distillation(PPO):
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         super().check_run(trainer, rollout_shape)
-        self.teacher.to(self.device)
+        _ = self.teacher  # loads it
+
+    def batch(self, rollout: Rollout, **per_step: Nested) -> Any:
+        # Here and not in `loss`, which may be compiled. A student in bfloat16 gets labels in float32.
+        self.teacher.to(self.device, torch.promote_types(self.dtype, torch.float32))
+        return super().batch(rollout, **per_step)
 
     def add_policy_terms(self, loss: Loss, distribution: Distribution) -> None:
         """Add the terms of `PPO` and the divergence from the teacher."""
@@ -81,5 +88,5 @@ class Distillation(PPO):
         super().add_policy_terms(loss, distribution)
         loss.scale = 1.0
         with torch.no_grad():
-            labels, _ = self.actor_critic(loss.batch, self.teacher.to(self.device))
+            labels, _ = self.actor_critic(loss.batch, self.teacher)
         loss.add("distillation_loss", labels.kl(distribution), self.distillation_coef)

@@ -39,6 +39,8 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "behaviour_cloning": ("BehaviourCloning", DISCRETE, {}),
     "critic_pretraining": ("CriticPretraining", DISCRETE, {}),
     "overlapped": ("OverlappedPPO", DISCRETE, {}),
+    "rnd": ("RND", DISCRETE, {}),
+    "distillation": ("Distillation", DISCRETE, {"teacher": "teacher.ckpt"}),
 }
 
 
@@ -54,8 +56,10 @@ def learned(case: str, fast_paths: str) -> OnPolicyAlgorithm:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_captured_as_one_graph_and_learned_with_the_same_numbers(case, monkeypatch):
+def test_losses_are_captured_as_one_graph_and_learned_with_the_same_numbers(case, monkeypatch, in_tmp_path):
     """Capture like the compiler, but run the graph without one."""
+    if case == "distillation":
+        learned("ppo", "none").trainer.save_checkpoint("teacher.ckpt")
     torch.compiler.reset()
     monkeypatch.setattr(fast.programs, "Compiled", lambda function, *_: function)
     compiled, expected = learned(case, "compiled"), learned(case, "none")
