@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lightning_rl import PPO, Rollout, RolloutDataModule
+from lightning_rl.nested import map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 
 VECTOR = spaces.Box(-1, 1, (3,), np.float32)
@@ -167,7 +168,7 @@ def random_rollout(
     finals = randn(len(indices), 3)
     with torch.no_grad():
         distribution, values = policy(observations)
-        actions = distribution.sample(generator)[:-1]
+        actions = map_leaves(lambda action: action[:-1], distribution.sample(generator))
         log_probs = policy.log_prob(observations[:-1], actions) + noise
         next_values = values[1:].clone()
         next_values[indices[:, 0], indices[:, 1]] = policy.value(finals)

@@ -79,7 +79,8 @@ class Distillation(PPO):
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Any:
         # Here and not in `loss`, which may be compiled. A student in bfloat16 gets labels in float32.
-        self.teacher.to(self.device, torch.promote_types(self.dtype, torch.float32))
+        dtype = next(self.policy.parameters()).dtype
+        self.teacher.to(self.device, torch.promote_types(dtype, torch.float32))
         return super().batch(rollout, **per_step)
 
     def add_policy_terms(self, loss: Loss, distribution: Distribution) -> None:

@@ -28,6 +28,17 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
         spaces.MultiDiscrete([2, 3]),
         {"entropy_coef": 0.1, "optimizer": {"num_value_epochs": 2}, "num_epochs": 1},
     ),
+    "ppo_squashed": (
+        "PPO",
+        CONTINUOUS,
+        {"entropy_coef": 0.1, "policy": {"action_distribution": "squashed_gaussian"}},
+    ),
+    "ppo_beta": ("PPO", CONTINUOUS, {"entropy_coef": 0.1, "policy": {"action_distribution": "beta"}}),
+    "ppo_composite": (
+        "PPO",
+        spaces.Dict({"move": CONTINUOUS, "press": spaces.MultiBinary(2)}),
+        {"entropy_coef": 0.1},
+    ),
     "a2c": ("A2C", DISCRETE, {}),
     "vmpo": ("VMPO", DISCRETE, {}),
     "ppo_kl": ("PPOKLPenalty", CONTINUOUS, {}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, Literal, Self
 
@@ -27,11 +26,18 @@ class Bounds:
     """Bounds of the components of a `Box`, flattened to `[a]`, as tensors of any dtype on any device.
 
     The tensors are not buffers, because a bfloat16 module would round them. `low` and `high` are arrays of float64.
+    With them are nodes and weights of the Gauss-Hermite quadrature, for means over a standard normal distribution.
     """
 
     def __init__(self, space: spaces.Box) -> None:
         self.low = space.low.astype(np.float64).ravel()
         self.high = space.high.astype(np.float64).ravel()
+        # The bounds are halved first, because their sum or difference may overflow or be inf - inf.
+        with np.errstate(invalid="ignore"):
+            center, half_width = self.high / 2 + self.low / 2, self.high / 2 - self.low / 2
+        nodes, weights = np.polynomial.hermite_e.hermegauss(_NUM_NODES)
+        # Lists, because the compiler may be the first to ask for the tensors.
+        self._lists = [x.tolist() for x in (self.low, self.high, center, half_width, nodes, weights / weights.sum())]
         self._tensors: dict[tuple[torch.device, torch.dtype], tuple[Tensor, ...]] = {}
 
     @property
@@ -39,24 +45,25 @@ class Bounds:
         return bool(np.isfinite(self.low).any() or np.isfinite(self.high).any())
 
     def from_unit(self, x: Tensor) -> Tensor:
-        _, _, center, half_width = self._on(x)
+        _, _, center, half_width, _, _ = self._on(x)
         return center + half_width * x
 
     def log_half_width(self, x: Tensor) -> Tensor:
         return self._on(x)[3].log()
 
     def outside(self, x: Tensor) -> Tensor:
-        low, high, _, _ = self._on(x)
+        low, high, *_ = self._on(x)
         return (x < low) | (x > high)
+
+    def quadrature(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        *_, nodes, weights = self._on(x)
+        return nodes, weights
 
     def _on(self, x: Tensor) -> tuple[Tensor, ...]:
         key = (x.device, x.dtype)
         if key not in self._tensors:
-            # The bounds are halved first, because their sum or difference may overflow or be inf - inf.
-            with np.errstate(invalid="ignore"):
-                arrays = (self.low, self.high, self.high / 2 + self.low / 2, self.high / 2 - self.low / 2)
             with torch.inference_mode(False):  # tensors made while acting are used in updates too
-                self._tensors[key] = tuple(torch.as_tensor(array, dtype=x.dtype, device=x.device) for array in arrays)
+                self._tensors[key] = tuple(torch.tensor(a, dtype=x.dtype, device=x.device) for a in self._lists)
         return self._tensors[key]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -151,7 +158,7 @@ class SquashedGaussian(DiagonalGaussian):
         and below 0.03 up to 5.
         """
         mean, std = self.mean.unsqueeze(-1), self.log_std.exp().unsqueeze(-1)
-        nodes, weights = _quadrature(mean.device, mean.dtype)
+        nodes, weights = self.bounds.quadrature(mean)
         return super().entropy() + self._log_slope((_log_tanh_slope(mean + std * nodes) * weights).sum(-1))
 
     def with_parameters(self, parameters: dict[str, Tensor]) -> SquashedGaussian:
@@ -168,14 +175,6 @@ class SquashedGaussian(DiagonalGaussian):
 def _log_tanh_slope(u: Tensor) -> Tensor:
     """Return log(1 - tanh² u), without the cancellation near the bounds."""
     return 2 * (math.log(2) - u + logsigmoid(2 * u))
-
-
-@functools.lru_cache
-def _quadrature(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    nodes, weights = np.polynomial.hermite_e.hermegauss(_NUM_NODES)
-    weights = weights / weights.sum()
-    with torch.inference_mode(False):
-        return torch.tensor(nodes, dtype=dtype, device=device), torch.tensor(weights, dtype=dtype, device=device)
 
 
 class Beta(Distribution):
