@@ -151,7 +151,7 @@ def of_data(payload: str) -> dict[str, dict[str, Any]]:
     return {
         "env.wrappers": {"env": {"wrappers": [spec]}},
         "env.wrappers ": {"env": {"wrappers": [payload]}},
-        "env.wrappers  ": {"env": {"training_wrappers": [spec]}},
+        "env.training_wrappers": {"env": {"training_wrappers": [spec]}},
     }
 
 

@@ -161,14 +161,14 @@ class EnvironmentSpec:
         choices = get_args(Backend)
         check(is_one_of(self.backend, choices), "backend", self.backend, f"one of {', '.join(choices)}")
         self.env.check(self.backend)
-        applied = self.wrappers
         if is_loading():  # now, since the environments are made later, outside of `loading`
             for name in self.env.imports:
                 check_module("env.imports", name, name)
             if module := self.env_id.rpartition(":")[0] or parallel_module(self.env_id):
                 check_module("env_id", self.env_id, module)
-            for wrapper in applied:
-                import_class("env.wrappers", wrapper["class_path"], WRAPPERS)
+        for option in ("env.wrappers", "env.training_wrappers"):
+            for wrapper in to_class_specs(option, getattr(self.env, option.partition(".")[2])):
+                import_class(option, wrapper["class_path"], WRAPPERS)
 
     @property
     def wrappers(self) -> list[ClassSpec]:

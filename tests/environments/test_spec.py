@@ -463,6 +463,8 @@ class Alternate(Counter):
         ({"wrappers": 1}, "wrappers=1 is not valid: expected a list of classes, or None"),
         ({"wrappers": [{"class_path": 5}]}, "wrappers: class_path=5 is not valid: expected the path of a class"),
         ({"training_wrappers": True}, "training_wrappers=True is not valid: expected a list of classes, or None"),
+        ({"wrappers": ["no.such.Wrapper"]}, "wrappers='no.such.Wrapper' cannot be imported"),
+        ({"training_wrappers": ["no.such.Wrapper"]}, "training_wrappers='no.such.Wrapper' cannot be imported"),
         ({"kwargs": "x"}, "kwargs='x' is not valid: expected a dict of arguments"),
         ({"kwargs": ""}, "kwargs='' is not valid: expected a dict of arguments"),
         ({"learned_action_repeat": 2**63}, "learned_action_repeat.max=9223372036854775808 .* an integer of 64 bits"),
