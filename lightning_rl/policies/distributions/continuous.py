@@ -19,47 +19,18 @@ LOG_2PI = math.log(2 * math.pi)
 Std = Literal["state_independent", "state_dependent"]
 StdTransform = Literal["exp", "softplus"]
 MeanTransform = Literal["none", "tanh"]
-_NUM_NODES = 32
 
 
-class Bounds:
-    """Bounds of the components of a `Box`, flattened to `[a]`, as tensors of any dtype on any device.
+class _Constants:
+    """Numbers as tensors of any dtype on any device; not buffers, because a bfloat16 module would round them."""
 
-    The tensors are not buffers, because a bfloat16 module would round them. `low` and `high` are arrays of float64.
-    With them are nodes and weights of the Gauss-Hermite quadrature, for means over a standard normal distribution.
-    """
-
-    def __init__(self, space: spaces.Box) -> None:
-        self.low = space.low.astype(np.float64).ravel()
-        self.high = space.high.astype(np.float64).ravel()
-        # The bounds are halved first, because their sum or difference may overflow or be inf - inf.
-        with np.errstate(invalid="ignore"):
-            center, half_width = self.high / 2 + self.low / 2, self.high / 2 - self.low / 2
-        nodes, weights = np.polynomial.hermite_e.hermegauss(_NUM_NODES)
-        # Lists, because the compiler may be the first to ask for the tensors.
-        self._lists = [x.tolist() for x in (self.low, self.high, center, half_width, nodes, weights / weights.sum())]
+    def __init__(self, *arrays: np.ndarray[Any, Any]) -> None:
+        # Lists, because the compiler, which refuses NumPy, may be the first to ask for the tensors.
+        self._lists = [array.tolist() for array in arrays]
         self._tensors: dict[tuple[torch.device, torch.dtype], tuple[Tensor, ...]] = {}
 
-    @property
-    def any_finite(self) -> bool:
-        return bool(np.isfinite(self.low).any() or np.isfinite(self.high).any())
-
-    def from_unit(self, x: Tensor) -> Tensor:
-        _, _, center, half_width, _, _ = self._on(x)
-        return center + half_width * x
-
-    def log_half_width(self, x: Tensor) -> Tensor:
-        return self._on(x)[3].log()
-
-    def outside(self, x: Tensor) -> Tensor:
-        low, high, *_ = self._on(x)
-        return (x < low) | (x > high)
-
-    def quadrature(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        *_, nodes, weights = self._on(x)
-        return nodes, weights
-
-    def _on(self, x: Tensor) -> tuple[Tensor, ...]:
+    def like(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors with dtype and device of x."""
         key = (x.device, x.dtype)
         if key not in self._tensors:
             with torch.inference_mode(False):  # tensors made while acting are used in updates too
@@ -68,6 +39,37 @@ class Bounds:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_tensors": {}}  # a copy may be on another device
+
+
+_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(32)
+_QUADRATURE = _Constants(_NODES, _WEIGHTS / _WEIGHTS.sum())
+
+
+class Bounds:
+    """Bounds of the components of a `Box`, flattened to `[a]`; `low` and `high` are arrays of float64."""
+
+    def __init__(self, space: spaces.Box) -> None:
+        self.low = space.low.astype(np.float64).ravel()
+        self.high = space.high.astype(np.float64).ravel()
+        # The bounds are halved first, because their sum or difference may overflow or be inf - inf.
+        with np.errstate(invalid="ignore"):
+            center, half_width = self.high / 2 + self.low / 2, self.high / 2 - self.low / 2
+        self._constants = _Constants(self.low, self.high, center, half_width)
+
+    @property
+    def any_finite(self) -> bool:
+        return bool(np.isfinite(self.low).any() or np.isfinite(self.high).any())
+
+    def from_unit(self, x: Tensor) -> Tensor:
+        _, _, center, half_width = self._constants.like(x)
+        return center + half_width * x
+
+    def log_half_width(self, x: Tensor) -> Tensor:
+        return self._constants.like(x)[3].log()
+
+    def outside(self, x: Tensor) -> Tensor:
+        low, high, _, _ = self._constants.like(x)
+        return (x < low) | (x > high)
 
 
 def _present(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -158,7 +160,7 @@ class SquashedGaussian(DiagonalGaussian):
         and below 0.03 up to 5.
         """
         mean, std = self.mean.unsqueeze(-1), self.log_std.exp().unsqueeze(-1)
-        nodes, weights = self.bounds.quadrature(mean)
+        nodes, weights = _QUADRATURE.like(mean)
         return super().entropy() + self._log_slope((_log_tanh_slope(mean + std * nodes) * weights).sum(-1))
 
     def with_parameters(self, parameters: dict[str, Tensor]) -> SquashedGaussian:
