@@ -166,9 +166,9 @@ class EnvironmentSpec:
                 check_module("env.imports", name, name)
             if module := self.env_id.rpartition(":")[0] or parallel_module(self.env_id):
                 check_module("env_id", self.env_id, module)
-        for option in ("env.wrappers", "env.training_wrappers"):
-            for wrapper in to_class_specs(option, getattr(self.env, option.partition(".")[2])):
-                import_class(option, wrapper["class_path"], WRAPPERS)
+        for name in ("wrappers", "training_wrappers"):
+            for wrapper in to_class_specs(f"env.{name}", getattr(self.env, name)):
+                import_class(f"env.{name}", wrapper["class_path"], WRAPPERS)
 
     @property
     def wrappers(self) -> list[ClassSpec]:
