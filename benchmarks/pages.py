@@ -23,8 +23,8 @@ DOCS = HERE.parent / "docs"
 BEGIN, END = "<!-- scores -->\n", "<!-- end of scores -->"
 _NOTE = """\
 Each score is the mean return of the final checkpoint over 100 episodes per seed, with the most likely actions
-(samples with `evaluation.deterministic: false`) and raw rewards. The scores of all seeds,
-and their commands, are in the [benchmarks](../../benchmarks/README.md).
+(samples with `evaluation.deterministic: false`) and raw rewards. The scores of all seeds, and their commands, are in
+the [benchmarks](../../benchmarks/README.md).
 """
 
 

@@ -28,9 +28,9 @@ INTRODUCTION = """# Model zoo
 Every shipped configuration: the command that trains it, the score of its final policy, and published scores.
 The score is the mean return of 100 episodes with the most likely actions (samples with
 `evaluation.deterministic: false`), averaged over seeds 0, 1, …. Each seed is trained once, and no seed is left out.
-Brackets contain the 95 % bootstrap interval of the mean: over **seeds**, or over
-the **episodes** if there is only one seed; the latter says nothing about other seeds. Wall time is the median over
-seeds, on two cores with other load, so the CPU time of training is given too.
+Brackets contain the 95 % bootstrap interval of the mean: over **seeds**, or over the **episodes** if there is only one
+seed; the latter says nothing about other seeds. Wall time is the median over seeds, on two cores with other load, so
+the CPU time of training is given too.
 
 The column after the goal compares every seed with [`benchmarks/goals.json`](../benchmarks/goals.json):
 
