@@ -10,13 +10,14 @@ Bounds on |ratio - 1| at the first minibatch of each rollout:
   which is why the context is tested by itself.
 """
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_rl import PPO
+from lightning_rl import PPO, VMPO
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     PIXELS,
@@ -119,6 +120,19 @@ def test_statistics_and_counts_are_exact_in_every_precision(precision):
     assert logged["rollout/episodes"] > 10
     assert logged["rollout/episode_return"].item() == logged["rollout/episode_length"].item()
     assert logged["val/episode_return_max"].item() == logged["val/episode_length_max"].item()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "message"),
+    [
+        (VMPO, {}, "precision='bf16-true' is not valid: expected bf16-mixed"),
+        (PPO, {"normalization": {"values": "popart"}}, "normalization.values='popart' is not valid: expected null"),
+    ],
+)
+def test_what_bfloat16_parameters_would_round_away_is_refused(algorithm, options, message):
+    data = make_data()
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        make_trainer(precision="bf16-true").fit(algorithm(data.observation_space, data.action_space, **options), data)
 
 
 def test_monitored_values_are_not_rounded_to_bfloat16():

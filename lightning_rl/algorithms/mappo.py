@@ -15,6 +15,7 @@ from lightning_rl.nested import Nested, map_stacked, part_at, without
 from lightning_rl.policies.actor_critic import ActorCritic, PolicyConfig, PolicyOptions
 from lightning_rl.policies.distributions import Distribution, make_action_head
 from lightning_rl.policies.networks.make import make_encoder
+from lightning_rl.policies.networks.mlp import HeadLinear
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.config import (
     ClippingConfig,
@@ -98,6 +99,9 @@ class SeparateActorCritics(ActorCritic):
         heads = [make_action_head(action_space, encoder.width, *head_options, mask_space) for _ in encoder.encoders]
         self.action_head = HeadPerAgent(heads)
         self.value_head.bias.requires_grad_(False)  # shared by all agents; the 1 in the features takes its place
+        with torch.no_grad():
+            for weights in self.value_head.weight.view(encoder.num_agents, -1):  # initialized as the head of one agent
+                weights.copy_(torch.cat([HeadLinear(len(weights) - 1, 1, gain=1.0).weight[0], weights.new_zeros(1)]))
 
 
 class MAPPO(PPO):

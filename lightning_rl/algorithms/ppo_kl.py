@@ -77,7 +77,8 @@ class PPOKLPenalty(PPO):
         batch = self.batch(rollout)
         for minibatch in self.minibatches(batch, self.num_epochs, self.num_minibatches_of(rollout.shape)):
             self.descend(self.loss, minibatch)
-        self._kl = self.mean_kl(batch)
+        if self._adapts:
+            self._kl = self.mean_kl(batch)
 
     def after_update(self, means: dict[str, float]) -> None:
         if self._adapts:

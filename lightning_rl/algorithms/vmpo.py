@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 
@@ -22,7 +23,7 @@ from lightning_rl.training.advantages import divergence, with_acting_distributio
 from lightning_rl.training.config import OPTIONS_OF_PASSES
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import NonNegativeFloat, PositiveFloat, PositiveInt
+from lightning_rl.validation import NonNegativeFloat, PositiveFloat, PositiveInt, check
 
 
 class VMPO(OnPolicyAlgorithm):
@@ -91,6 +92,11 @@ class VMPO(OnPolicyAlgorithm):
     def duals(self) -> Tensor:
         """The temperature η and the coefficient α, `[2]`, at least 1e-8."""
         return softplus(whole(self.policy.get_parameter("dual"))) + 1e-8
+
+    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
+        super().check_run(trainer, rollout_shape)
+        expected = "bf16-mixed: a bfloat16 parameter would round away the steps of η and α"
+        check(trainer.precision != "bf16-true", "precision", trainer.precision, expected)
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
         return with_acting_distributions(self.policy, rollout, super().batch, per_step)

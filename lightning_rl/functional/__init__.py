@@ -1,9 +1,9 @@
 """Pure functions of tensors: returns, advantages and losses.
 
 The functions take and return tensors and depend on torch only. `returns` computes targets without gradient; `losses`
-computes differentiable losses. Functions that take several tensors or coefficients raise a `ValueError` if shapes do
-not match or a Python number is out of range. No function reads tensor values, so none waits for a GPU, except
-`better_half` with weights.
+computes differentiable losses. Functions raise a `ValueError` if the shapes of their tensors do not match, or if a
+bound or coefficient that is a Python number is negative. No function reads tensor values, so none waits for a GPU,
+except `better_half` with weights.
 """
 
 from lightning_rl.functional.losses import (

@@ -280,6 +280,7 @@ def better_half(advantages: Tensor, weights: Tensor | None = None) -> Tensor:
     """
     if weights is None:
         return advantages.topk((len(advantages) + 1) // 2).indices
+    check.same_shape(advantages=advantages, weights=weights)
     counted = weights.nonzero().squeeze(1)
     return counted[better_half(advantages[counted])]
 
@@ -295,6 +296,7 @@ def vmpo_policy_loss(
         temperature: Temperature η > 0, a scalar.
         weights: Weights > 0 of the rows, `[N]`; ψ is proportional to weight · exp(A / η). None for equal weights.
     """
+    check.same_shape(log_probs=log_probs, advantages=advantages)
     psi = torch.softmax(_logits(advantages, temperature.detach(), weights), dim=0)
     return -(psi * log_probs).sum()
 
@@ -310,6 +312,7 @@ def vmpo_temperature_loss(
         epsilon: Bound ε_η of KL(ψ || uniform), in nats.
         weights: Weights > 0 of the rows in the mean, `[N]`. None for equal weights.
     """
+    check.not_negative(epsilon=epsilon)
     if len(advantages) == 0:  # a rank may have no row of a minibatch
         return 0 * temperature
     return temperature * (epsilon + torch.logsumexp(_logits(advantages, temperature, weights), dim=0))
@@ -320,10 +323,12 @@ def lagrangian(divergence: Tensor, coefficient: Tensor, epsilon: float) -> Tenso
 
     `divergence` is the mean KL divergence, and `epsilon` its bound ε_α, in nats.
     """
+    check.not_negative(epsilon=epsilon)
     return coefficient * (epsilon - divergence.detach()) + coefficient.detach() * divergence
 
 
 def _logits(advantages: Tensor, temperature: Tensor, weights: Tensor | None) -> Tensor:
     """Return A / η plus the log-share of each row, so that the sum of their exponentials is a weighted mean."""
     weights = torch.ones_like(advantages) if weights is None else weights.to(advantages.dtype)
+    check.same_shape(advantages=advantages, weights=weights)
     return advantages / temperature + (weights / weights.sum()).log()

@@ -327,6 +327,9 @@ def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] |
     precisions = ("32-true",) if on_xla else ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
     reason = ": in float16, the squares that Adam averages become 0" if trainer.precision == "16-true" else ""
     check(trainer.precision in precisions, "precision", trainer.precision, f"one of {', '.join(precisions)}{reason}")
+    coarse = trainer.precision == "bf16-true" and model.options["normalization.values"] == "popart"
+    expected = "null, running_std or precision bf16-mixed: rounding of bfloat16 weights would change the values"
+    check(not coarse, "normalization.values", "popart", expected)
     dtype = next(model.policy.parameters()).dtype
     check(dtype != torch.float16, "model", dtype, "parameters in float32; half precision is an option of the Trainer")
     check_modes_agree(model.policy)

@@ -127,6 +127,14 @@ def test_agents_with_separate_policies_share_no_parameter(actions):
     assert (after[:, of_one] - before[:, of_one]).abs().min() > 1e-4
 
 
+def test_separate_critics_are_initialized_as_a_single_one():
+    weights = (
+        make_mappo(SPACE, spaces.Discrete(4), share_policy=False).policy.value_head.weight[0].unflatten(0, (2, -1))
+    )
+    torch.testing.assert_close(weights[:, :-1].norm(dim=1), torch.ones(2))
+    assert weights[:, -1].tolist() == [0, 0]  # the biases
+
+
 @pytest.mark.parametrize("share_policy", [True, False])
 def test_agents_that_differ_and_leave_early_are_trained_on_their_own_steps(share_policy):
     data = relay(rollouts_per_epoch=3, evaluation={"episodes": 4, "num_envs": 2})

@@ -81,3 +81,20 @@ def test_gradients_of_the_lagrangian():
     loss.backward()
     assert kl.grad.item() == 5
     assert alpha.grad.item() == pytest.approx(0.01 - 0.03)  # descent increases α
+
+
+def test_shapes_that_differ_and_negative_bounds_are_errors():
+    column, eta = LOG_PROBS.unsqueeze(1), scalar(0.7)
+    with pytest.raises(ValueError, match=r"advantages has shape \[5\], expected \[5, 1\] like log_probs"):
+        vmpo_policy_loss(column, ADVANTAGES, eta)
+    for function in (
+        lambda weights: better_half(ADVANTAGES, weights),
+        lambda weights: vmpo_policy_loss(LOG_PROBS, ADVANTAGES, eta, weights),
+        lambda weights: vmpo_temperature_loss(ADVANTAGES, eta, 0.1, weights),
+    ):
+        with pytest.raises(ValueError, match=r"weights has shape \[4\], expected \[5\] like advantages"):
+            function(WEIGHTS[:4])
+    with pytest.raises(ValueError, match="epsilon is -1, expected a number >= 0"):
+        vmpo_temperature_loss(ADVANTAGES, eta, -1)
+    with pytest.raises(ValueError, match="epsilon is -1, expected a number >= 0"):
+        lagrangian(scalar(0.1), scalar(1.0), -1)

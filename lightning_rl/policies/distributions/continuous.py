@@ -11,6 +11,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 
+from lightning_rl.distributed import exact_dtype
 from lightning_rl.policies.distributions.base import Distribution, Initialization, projection
 from lightning_rl.policies.networks.mlp import at_least_float32
 from lightning_rl.validation import PositiveFloat, check
@@ -124,9 +125,9 @@ class DiagonalGaussian(Distribution):
         return entropy.expand(self.mean.shape[:-1])
 
     def kl(self, other: Self) -> Tensor:
-        variance_ratio = (2 * (self.log_std - other.log_std)).exp()
+        change = 2 * (self.log_std - other.log_std)  # near 0, the digits of exp(change) - 1 would cancel
         z = (self.mean - other.mean) * (-other.log_std).exp()
-        per_dimension = 0.5 * (variance_ratio + z.square() - 1) + other.log_std - self.log_std
+        per_dimension = 0.5 * (change.expm1() - change + z.square())
         return _present(per_dimension, self.mask).sum(-1)
 
     def parameters(self) -> dict[str, Tensor]:
@@ -184,7 +185,7 @@ class Beta(Distribution):
 
     The policy's form of an action is z = log x - log(1 - x). From z the density is exact even where x rounds to 0 or 1.
     The concentrations at the upper bound, `alpha`, and at the lower, `beta`, are at least 1, `[..., a]`; for `mask` see
-    `DiagonalGaussian`.
+    `DiagonalGaussian`. Densities are computed in float64: their terms are as large as α + β, and cancel to about 1.
     """
 
     def __init__(self, alpha: Tensor, beta: Tensor, bounds: Bounds, mask: Tensor | None = None) -> None:
@@ -207,19 +208,18 @@ class Beta(Distribution):
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Return the log-density of the bounded action to which `action` (z, shape `[..., a]`) maps."""
-        log_x, log_rest = logsigmoid(action), logsigmoid(-action)
-        per_dimension = (self.alpha - 1) * log_x + (self.beta - 1) * log_rest - _log_beta(self.alpha, self.beta)
-        return _present(per_dimension - self._log_width, self.mask).sum(-1)
+        (a, b), z = self._exact, action.to(exact_dtype(action.device))
+        return self._total((a - 1) * logsigmoid(z) + (b - 1) * logsigmoid(-z) - _log_beta(a, b) - self._log_width)
 
     def entropy(self) -> Tensor:
-        a, b = self.alpha, self.beta
+        a, b = self._exact
         shape = _log_beta(a, b) - (a - 1) * a.digamma() - (b - 1) * b.digamma() + (a + b - 2) * (a + b).digamma()
-        return _present(shape + self._log_width, self.mask).sum(-1)
+        return self._total(shape + self._log_width)
 
     def kl(self, other: Self) -> Tensor:
-        a, b, c, d = self.alpha, self.beta, other.alpha, other.beta
+        a, b, c, d = *self._exact, *other._exact
         moments = (a - c) * a.digamma() + (b - d) * b.digamma() + (c + d - a - b) * (a + b).digamma()
-        return _present(_log_beta(c, d) - _log_beta(a, b) + moments, self.mask).sum(-1)
+        return self._total(_log_beta(c, d) - _log_beta(a, b) + moments)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return both concentrations, `[..., a]` each."""
@@ -232,8 +232,16 @@ class Beta(Distribution):
         return self.bounds.from_unit((action / 2).tanh())
 
     @property
+    def _exact(self) -> tuple[Tensor, Tensor]:
+        dtype = exact_dtype(self.alpha.device)
+        return self.alpha.to(dtype), self.beta.to(dtype)
+
+    def _total(self, per_dimension: Tensor) -> Tensor:
+        return _present(per_dimension, self.mask).sum(-1).to(self.alpha.dtype)
+
+    @property
     def _log_width(self) -> Tensor:
-        return self.bounds.log_half_width(self.alpha) + math.log(2)
+        return self.bounds.log_half_width(self._exact[0]) + math.log(2)
 
 
 def _log_beta(a: Tensor, b: Tensor) -> Tensor:

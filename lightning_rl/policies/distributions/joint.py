@@ -203,7 +203,7 @@ class AutoregressiveHead(nn.Module):
     def forward(self, features: Tensor, mask: Nested = None) -> Autoregressive:
         """Map features `[..., f]` to a distribution over the actions that nested masks allow."""
         allowed = {} if mask is None or self.layout is None else self.layout.allowed(mask)
-        joint = self.first(features).new_zeros(())
+        joint = torch.zeros((), device=features.device)
         for k, name in enumerate(self.names):
             # One row for each combination of the earlier choices: [..., combinations, n].
             logits = self._logits(k, features)

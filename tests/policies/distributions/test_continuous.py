@@ -17,7 +17,7 @@ from torch.distributions import (
 )
 from torch.distributions import Beta as TorchBeta
 
-from lightning_rl.policies.distributions import Beta, Bounds, Distribution, SquashedGaussian
+from lightning_rl.policies.distributions import Beta, Bounds, DiagonalGaussian, Distribution, SquashedGaussian
 from tests.policies.distributions.checks import EXACT, assert_samples_repeat, generator, randn
 
 LOW, HIGH = torch.tensor([-2.0, 0.0, 1.0]).double(), torch.tensor([2.0, 0.5, 4.0]).double()
@@ -187,3 +187,25 @@ def test_bounds_cached_in_inference_mode_support_gradients():
     bounds.from_unit(x.tanh()).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [1, 1]
+
+
+def test_small_kl_between_gaussians_in_float32_has_all_digits():
+    mean, log_std, change = torch.zeros(17), torch.full((17,), -0.7), torch.linspace(-1e-4, 1e-4, 17)
+    old, new = DiagonalGaussian(mean, log_std), DiagonalGaussian(mean + change, log_std + change)
+    exact = DiagonalGaussian(*map(Tensor.double, (old.mean, old.log_std)))
+    exact = exact.kl(DiagonalGaussian(*map(Tensor.double, (new.mean, new.log_std))))
+    assert old.kl(new).item() == pytest.approx(exact.item(), rel=1e-4)
+
+
+def test_densities_of_concentrated_beta_distributions_in_float32_have_all_digits():
+    """The terms of the log-density are about 2,000, and a policy changes by 1e-4 nats in an update."""
+    alpha, beta, z = (torch.tensor([x]) for x in (1000.0, 900.0, 0.1))
+    old, new = Beta(alpha, beta, ONE), Beta(alpha + 0.5, beta + 0.2, ONE)
+    theirs = [TorchBeta(x.alpha.double(), x.beta.double()) for x in (old, new)]
+    jacobian = math.log(4)  # of the width of ONE
+    found = old.log_prob(z), old.entropy(), old.kl(new)
+    expected = theirs[0].log_prob(z.double().sigmoid()) - jacobian, theirs[0].entropy() + jacobian
+    assert {x.dtype for x in found} == {torch.float32}
+    torch.testing.assert_close(found[0].double(), expected[0].squeeze(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[1].double(), expected[1].squeeze(), rtol=1e-6, atol=0)
+    assert found[2].item() == pytest.approx(kl_divergence(*theirs).item(), rel=1e-5)
