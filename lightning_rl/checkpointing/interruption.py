@@ -55,7 +55,6 @@ class InterruptionGuard(Callback):
         self._received: dict[int, float] = {}  # signal: time
         self._stopping: list[int] = []
         self._requeue: dict[int, Handler] = {}  # Lightning's handler by signal
-        self._not_saving: list[Any] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the signals without a handler, before Lightning handles them."""
@@ -73,9 +72,9 @@ class InterruptionGuard(Callback):
         is_main = threading.current_thread() is threading.main_thread()
         self._free = {s for s in signal.valid_signals() if _is_free(signal.getsignal(s))} if is_main else set()
         self._handled, self._received, self._stopping, self._requeue = [], {}, [], {}
-        for callback in self._not_saving:
-            del callback.on_exception
-        self._not_saving = []
+        for callback in trainer.checkpoint_callbacks:
+            if vars(callback).get("on_exception") is _save_nothing:  # since an earlier fit, maybe of another Trainer
+                del callback.on_exception
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the folders of checkpoints, and replace Lightning's signal handlers until the end of the fit."""
@@ -193,7 +192,6 @@ class InterruptionGuard(Callback):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
                 callback.on_exception = _save_nothing  # type: ignore[method-assign]
-                self._not_saving.append(callback)
                 rank_zero_warn(
                     f"{type(callback).__name__}: nothing was saved, because {type(exception).__name__} {reason}; "
                     "resume from the last checkpoint"

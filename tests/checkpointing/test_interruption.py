@@ -320,19 +320,31 @@ def test_exception_between_rollouts_is_saved(interrupt, whole, tmp_path):
     assert differences(run_state(tmp_path / "last.ckpt"), whole) == []
 
 
-def test_save_on_exception_works_again_in_the_next_fit(tmp_path):
-    guard, asked = InterruptionGuard(), ModelCheckpoint(tmp_path, save_on_exception=True)
-    trainer = Trainer(accelerator="cpu", logger=False, callbacks=[asked, guard], enable_progress_bar=False)
-    data = RolloutDataModule("CartPole-v1", num_envs=1, rollout_length=8)
-    model = PPO(data.observation_space, data.action_space)
-    model.updating = True
-    trainer.strategy.connect(model)
-    with pytest.warns(UserWarning, match="nothing was saved"):
-        guard.on_exception(trainer, model, ArithmeticError())
-    asked.on_exception(trainer, model, ArithmeticError())
+class FailAt(Callback):
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.fail)
+
+    def fail(self, *_: Any) -> None:
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("same_trainer", [True, False])
+def test_save_on_exception_works_again_in_the_next_fit(same_trainer, tmp_path):
+    savers = [OnExceptionCheckpoint(tmp_path), ModelCheckpoint(tmp_path, "model", save_on_exception=True)]
+    data = make_data()
+    model = make_model(data)
+    trainer = make_trainer(callbacks=[*savers, FailAt("on_train_batch_start")], enable_checkpointing=True)
+    with pytest.raises(ArithmeticError), pytest.warns(UserWarning, match="nothing was saved"):
+        trainer.fit(model, data)
     assert list(tmp_path.iterdir()) == []
-    guard.setup(trainer, model, "fit")
-    assert asked.on_exception.__func__ is ModelCheckpoint.on_exception
+    between = FailAt("on_train_batch_end")
+    if same_trainer:
+        trainer.callbacks = [between, *(x for x in trainer.callbacks if not isinstance(x, FailAt))]
+    else:
+        trainer = make_trainer(callbacks=[between, *savers], enable_checkpointing=True)
+    with pytest.raises(ArithmeticError):
+        trainer.fit(model, data)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.ckpt", "on_exception.ckpt"]
 
 
 @pytest.mark.parametrize("kind", ["exception", "signal"])
