@@ -1,5 +1,6 @@
 """What Lightning's Trainer offers works: loops, limits, callbacks, loggers, checkpoints."""
 
+import contextlib
 import csv
 import itertools
 import pickle
@@ -825,6 +826,33 @@ def test_another_run_of_the_same_module_anneals_to_its_own_end_and_so_does_its_c
     assert train(make_model(make_data(), **options), ckpt_path=tmp_path / "6.ckpt") == second[2:]
     loaded = PPO.load_from_checkpoint(tmp_path / "6.ckpt")
     assert train(loaded, max_epochs=1) == pytest.approx([2.5e-4, 1.25e-4])
+
+
+@pytest.mark.parametrize("before", ["interrupted", "another model", "older checkpoint", "nothing trained"])
+def test_schedules_end_with_a_run_whose_trainer_or_model_was_used_before(before, tmp_path):
+    class Interrupt(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: PPO, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{pl_module.policy_version}.ckpt")
+            if before == "interrupted" and pl_module.policy_version == 3:
+                raise ArithmeticError
+
+    data = make_data(rollouts_per_epoch=4)
+    options = {"optimizer": {"anneal": True}, "learning_rate": 1e-3}
+    model, trainer = make_model(data, **options), make_trainer(callbacks=[Interrupt()], limit_val_batches=1)
+    with pytest.raises(ArithmeticError) if before == "interrupted" else contextlib.nullcontext():
+        trainer.fit(model, data)
+    if before == "another model":
+        model = make_model(data, **options)
+    elif before == "older checkpoint":
+        trainer.validate(model, data, tmp_path / "2.ckpt", verbose=False)
+    elif before == "nothing trained":
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        model = make_model(data, **options)
+        make_trainer().fit(model, data, ckpt_path=tmp_path / "end.ckpt")
+        trainer = make_trainer()
+    trainer.fit_loop.max_epochs += 2
+    trainer.fit(model, data)
+    assert model.clock.planned_env_steps == model.env_steps
 
 
 def test_discounted_returns_of_another_run_begin_with_its_new_episodes():

@@ -567,6 +567,8 @@ class OnPolicyAlgorithm(LightningModule):
 
     def setup(self, stage: str) -> None:
         self.hooks_run.add("setup")
+        if stage == "fit":
+            self.restored = {}  # of a checkpoint from which nothing was trained
         self._roll_back()  # an update that an exception interrupted
         self.updating = False
         checks.check_strategy(self.trainer.strategy)
@@ -607,8 +609,8 @@ class OnPolicyAlgorithm(LightningModule):
         check(any(x.requires_grad for x in self.parameters()), "model", f"{name}, frozen", expected)
         expected = f"{name}.on_load_checkpoint to call super(), which takes over the state of the run"
         check(bool(self.restored) or self.trainer.ckpt_path is None, "ckpt_path", str(self.trainer.ckpt_path), expected)
-        if not self.restored and self.trainer.fit_loop.total_batch_idx < 0:  # a new run
-            self.clock.env_steps_before_epochs = self.env_steps
+        if not self.restored:  # a new run, maybe by a Trainer that has counted epochs
+            self.clock.epoch_size = None
         self.check_run(self.trainer, getattr(data, "rollout_shape", None))
         self.check_data(data)
         if self._missing_callbacks():

@@ -76,9 +76,9 @@ class RunClock:
         env_steps: Environment steps of all ranks that were learned from.
         frames: Simulation steps in them; more than `env_steps` with action repeat.
         policy_version: Number of rollouts that were learned from.
-        env_steps_before_epochs: Environment steps when the Trainer started to count epochs; above 0 if an earlier run
-            trained the module, and this run does not resume it by `ckpt_path`.
-        epoch_size: Size of an epoch, as `epoch_size` returns it. None: unknown.
+        env_steps_before_epochs: Environment steps without those of the epochs that the Trainer counts; above 0 if an
+            earlier run trained the module, and this run does not resume it by `ckpt_path`.
+        epoch_size: Size of an epoch, as `epoch_size` returns it. None: unknown, or a new run.
         planned_env_steps: Environment steps at the end of the run. None: unknown.
     """
 
@@ -95,13 +95,13 @@ class RunClock:
         self.planned_env_steps = planned_env_steps(trainer)
 
     def before_epochs(self, trainer: Trainer, size: tuple[int, int]) -> int:
-        """Return `env_steps_before_epochs`, corrected if a resumed run had epochs of another size than `size`."""
-        if self.epoch_size in (None, size):
+        """Return `env_steps_before_epochs`; computed for a new run, or if epochs had another size than `size`."""
+        if self.epoch_size == size:
             return self.env_steps_before_epochs
         rollouts, steps = size
         epochs: Any = trainer.fit_loop.epoch_progress.current
         done = int(epochs.completed) * rollouts
-        if epochs.started > epochs.completed:
+        if trainer.fit_loop.restarting and epochs.started > epochs.completed:
             begun = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             done += begun if begun < rollouts else 0  # Lightning repeats an epoch that has fewer rollouts now
         return self.env_steps - done * steps
