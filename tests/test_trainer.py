@@ -107,6 +107,19 @@ def test_test_and_predict_play_the_same_episodes_and_validation_others():
     assert validated["val/episodes"] == tested["test/episodes"] == len(episodes) == 2
 
 
+def test_evaluation_that_an_exception_ended_is_not_part_of_the_next_one():
+    class Interrupt(Callback):
+        def on_validation_batch_end(self, *_: Any) -> None:
+            raise ArithmeticError
+
+    data = make_data()
+    model = make_model(data)
+    with pytest.raises(ArithmeticError):
+        make_trainer(callbacks=[Interrupt()], limit_val_batches=1).validate(model, data)
+    (values,) = make_trainer(limit_val_batches=1).validate(model, data, verbose=False)
+    assert values["val/episodes"] == 2
+
+
 def test_prediction_returns_whole_episodes():
     trainer, model, data = fit()
     for episode in trainer.predict(model, data)[0]:

@@ -469,7 +469,11 @@ class OnPolicyAlgorithm(LightningModule):
             return self.acting_copies[0]
         return copy_to_cpu(self.policy) if self.device.type == "xla" else self.policy
 
-    on_validation_start = on_test_start = on_predict_start = _update_acting_policy  # a checkpoint was loaded
+    def on_validation_start(self) -> None:
+        _update_acting_policy(self)  # a checkpoint was loaded
+        self.metrics.evaluation.begin(0)  # an exception may have ended the last evaluation
+
+    on_test_start = on_predict_start = on_validation_start
 
     def forward(self, observations: Nested, deterministic: bool = True, memory: Nested | None = None) -> Nested:
         """Return actions `[B, ...]` for observations `[B, *shape]`: modes, or samples unless `deterministic`.

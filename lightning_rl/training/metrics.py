@@ -189,7 +189,6 @@ class RolloutMetrics(LogWindow):
     def log_evaluation(self, model: Any, stage: str) -> None:
         device = _log_device(model)
         values = {name.replace("rollout", stage): value for name, value in self.evaluation.compute(device).items()}
-        self.evaluation.begin(0)
         model.log_dict({name: torch.tensor(value, device=device) for name, value in values.items()})
         model.log("step", _clock_of(model), reduce_fx="max")
 
