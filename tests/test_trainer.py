@@ -120,6 +120,15 @@ def test_evaluation_that_an_exception_ended_is_not_part_of_the_next_one():
     assert values["val/episodes"] == 2
 
 
+def test_another_model_of_a_used_data_module_can_be_saved_after_a_validation(tmp_path):
+    data = make_data()
+    make_trainer(limit_train_batches=1).fit(make_model(data), data)
+    trainer = make_trainer(limit_val_batches=1)
+    trainer.validate(make_model(data), data, verbose=False)
+    trainer.save_checkpoint(tmp_path / "new.ckpt")
+    assert PPO.load_from_checkpoint(tmp_path / "new.ckpt").policy_version == 0
+
+
 def test_prediction_returns_whole_episodes():
     trainer, model, data = fit()
     for episode in trainer.predict(model, data)[0]:

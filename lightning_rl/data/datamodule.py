@@ -304,6 +304,7 @@ class RolloutDataModule(LightningDataModule):
     def teardown(self, stage: str) -> None:
         """Close the environments; their state is kept for a checkpoint that is saved later."""
         self._close()
+        self._collected_version = None  # another model may have the same version
 
     def on_exception(self, exception: BaseException) -> None:
         try:
