@@ -153,8 +153,11 @@ class EnvStepValidation(Callback):
             self._replaced, trainer.val_check_interval = trainer.val_check_interval, 0.5
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            trainer.val_check_interval = self._replaced
+        if self._replaced is not None:
+            trainer.val_check_interval, self._replaced = self._replaced, None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = env_steps_of(pl_module) // self.every_n_env_steps
