@@ -85,6 +85,10 @@ class GradientSteps:
         self.num_sets = 1
         self.reset()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Compiled programs refer to the tensors of this model, and cannot be sent to another process.
+        return vars(self) | {"engine": EagerEngine()}
+
     def reset(self) -> None:
         """Drop the state of updates that may have failed."""
         self.record = UpdateRecord(self.model.device)

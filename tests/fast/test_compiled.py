@@ -1,7 +1,9 @@
 """The compiled engine: when it updates, what it keeps of the plain engine, and what it says."""
 
+import copy
 import logging
 import math
+import pickle
 import shutil
 from typing import Any
 
@@ -378,3 +380,16 @@ def test_compiled_program_supports_continuous_actions_and_other_optimizers(monke
         model, other = (learn(CONTINUOUS, **options, fast_paths=fast_paths) for fast_paths in ("compiled", "none"))
         assert not model.steps.engine.failed
         assert_alike(model, other, tolerance=1e-5)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_copy_of_a_trained_model_learns_like_the_model():
+    model = learn()
+    assert isinstance(model.steps.engine, fast.engine.CompiledEngine)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    made = [random_rollout(model.policy, seed=seed) for seed in (3, 4)]
+    for one in (model, *copies):
+        torch.manual_seed(0)
+        make_trainer().fit(one, FixedRollouts(made, one))
+    for one in copies:
+        assert_equal_parameters(one, parameters_of(model))
