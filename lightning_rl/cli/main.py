@@ -218,7 +218,7 @@ class OnPolicyCLI(LightningCLI):
             self.save_config_callback = None
         elif config.max_epochs is None:
             kwargs["max_epochs"] = -1  # instead of Lightning's default of 1,000
-        if config.logger in (None, True):
+        if config.logger in (None, True) or self.subcommand == "predict":  # which logs nothing
             # An interrupted run may have logged after its last checkpoint: these steps are logged again.
             options: Any = {"name": "", "version": "", "default_hp_metric": False, "purge_step": self._purge_step}
             writes = self._fits and self.run_dir is not None
@@ -286,8 +286,8 @@ class OnPolicyCLI(LightningCLI):
         done = f"Done: {steps} environment steps" if (steps := self.model.env_steps) else "Done"
         score = self.trainer.callback_metrics.get("val/episode_return")
         lines = [done if score is None else f"{done}, validation return at the end {score:.4g}"]
-        if self.trainer.logger is not None and self.trainer.log_dir is not None:
-            lines.append(f"  log:         {relative(self.trainer.log_dir)}")
+        folders = [logger.log_dir or logger.save_dir for logger in self.trainer.loggers]
+        lines += [f"  log:         {relative(folder)}" for folder in folders if folder is not None]
         for saver in self._savers()[:1]:
             metric = "validation return" if saver.monitor == "val/episode_return" else saver.monitor
             best = saver.monitor not in run_folders.KEEP_NEWEST and saver.best_model_score is not None

@@ -347,6 +347,8 @@ def _mistakes(given: Sequence[tuple[str, Any]], types: Mapping[str, Any]) -> Ite
             yield last, f"{shown} is no option{did_you_mean(option, [*types, *_BASES])}"
         elif not _fits(value, types[name]):
             yield last, f"{shown} is not valid: expected {_expected(types[name])}"
+        else:
+            yield f"Option '{last}' is not accepted", f"{shown} is no option, since the class sets {last} itself"
 
 
 def _fits(value: object, hint: Any) -> bool:  # a type

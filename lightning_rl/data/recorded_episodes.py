@@ -264,7 +264,8 @@ def read_minari(source: str, field: str) -> Iterator[Episode]:
         data = Path(source) / "data"
         dataset = minari.MinariDataset(data) if data.is_dir() else minari.load_dataset(source)
     except Exception as error:
-        raise ConfigurationError(f"{field} cannot be loaded: {error}") from error
+        expected = "the folder of a data set, or the id of one in MINARI_DATASETS_PATH"
+        raise ConfigurationError(f"{field} cannot be loaded: expected {expected}: {error}") from error
     for found in dataset.iterate_episodes():
         rewards = np.asarray(found.rewards)
         yield Episode(

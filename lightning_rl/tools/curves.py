@@ -89,7 +89,8 @@ def find_logs(path: str | Path) -> list[Log]:
     root = Path(path)
     folders = sorted({found.parent for kind in (EVENTS, ROWS) for found in root.rglob(kind)})
     if not folders:
-        raise ConfigurationError(f"{str(path)!r} has no log: expected a folder with {EVENTS} or {ROWS} in it or below")
+        expected = f"a folder with {EVENTS} or {ROWS} in it or below; a run with a logger of its own has its log there"
+        raise ConfigurationError(f"{str(path)!r} has no log: expected {expected}")
     return [_read_log(folder) for folder in folders]
 
 

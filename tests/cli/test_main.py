@@ -47,6 +47,13 @@ SMALL += ["--data.evaluation.episodes=1", "--model=PPO", "--model.num_minibatche
 SMALL += ["--model.policy.hidden_sizes=[8]", "--trainer.enable_model_summary=false"]
 
 
+class WithoutClipping(PPO):
+    """Sets an option of its base class itself."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, clip_range=None, **kwargs)
+
+
 class Own(PPO):
     """An algorithm outside of the package."""
 
@@ -814,6 +821,10 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
             ["fit", *SMALL, "--seed_everything=x"],
             "seed_everything='x' is not valid: expected true or",
         ),
+        (
+            ["fit", *SMALL, "--model=tests.cli.test_main.WithoutClipping", "--model.clip_range=0.1"],
+            "model.clip_range=0.1 is no option, since the class sets clip_range itself$",
+        ),
         (["fit", "--model=Distillation", "--data.env_id=CartPole-v1"], "model.teacher required$"),
         (["fit", *SMALL, "--data=RecordedEpisodes"], "data.episodes required$"),
         (["fit", "--model.help", "PPOO"], "model='PPOO' is no known class; did you mean PPO"),
@@ -883,6 +894,20 @@ def test_the_configuration_lies_in_the_folder_of_the_run_whatever_the_logger():
     cli = main(["fit", *SMALL, *logger, "--max_env_steps=32"])
     assert (cli.run_dir / "config.yaml").is_file()
     assert list(Path("elsewhere").rglob("metrics.csv")) and not list(Path("elsewhere").rglob("config.yaml"))
+
+
+def test_the_log_of_each_logger_is_named_and_predict_makes_none(capsys):
+    Path("two.yaml").write_text("""
+trainer:
+  logger:
+  - {class_path: TensorBoardLogger, init_args: {save_dir: board}}
+  - {class_path: CSVLogger, init_args: {save_dir: rows}}
+""")
+    main(["fit", "--config=two.yaml", *SMALL, "--max_env_steps=32"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  log: ")]
+    assert [line.split()[1] for line in lines] == [f"{name}/lightning_logs/version_0" for name in ("board", "rows")]
+    main(["predict", "--config=two.yaml", *SMALL, "--ckpt_path=last"])
+    assert not list(Path().rglob("version_1"))
 
 
 def test_missing_package_of_a_logger_is_named(capsys, monkeypatch):

@@ -81,9 +81,9 @@ class MaskSource:
         try:
             masks = find(info)
         except (LookupError, AttributeError) as error:
-            known = ", ".join(info) or "nothing"
+            known = f"; the info of a reset has {', '.join(info) or 'nothing'}" if self.kind == "info" else ""
             raise ConfigurationError(
-                f"env.action_mask={self.source!r} is not valid: {summary(error)}; the info of a reset has {known}"
+                f"env.action_mask={self.source!r} is not valid: {summary(error)}{known}"
             ) from error
         self.take_space(self._space_of(self.by_name(masks)))
 

@@ -244,7 +244,7 @@ def test_mask_that_allows_nothing_restarts_the_environment():
         ("info.", r"^env.action_mask='info.' is not valid"),
         (3, r"^env.action_mask=3 is not valid"),
         ("info.legal", r"env.action_mask='info.legal' .* KeyError: 'legal'; the info of a reset has action_mask"),
-        ("method.legal", r"env.action_mask='method.legal' .* AttributeError: .*legal"),
+        ("method.legal", r"env.action_mask='method.legal' .* AttributeError: [^;]*legal[^;]*$"),
         ("observation.legal", r"env.action_mask='observation.legal' is not valid: expected the path of a part of Box"),
     ],
 )
