@@ -218,6 +218,9 @@ class BareLoop:
             lr_scheduler_configs=[],
             max_epochs=1,
             num_training_batches=self.rollouts,
+            fit_loop=SimpleNamespace(
+                epoch_progress=SimpleNamespace(current=SimpleNamespace(completed=0)), restarting=False
+            ),
         )
         model.trainer = self.data.trainer = self.trainer  # type: ignore[assignment]
         optimizer = model.configure_optimizers()

@@ -33,11 +33,13 @@ from lightning_rl import (
 from lightning_rl.cli import TRAINER_COMMANDS
 from lightning_rl.cli.main import main, make_parser
 from lightning_rl.options import default_groups, defaults_of, flat
+from lightning_rl.tools.curves import find_logs
 from tests import programs
 from tests.helpers import (
     DISCRETE,
     VECTOR,
     FixedRollouts,
+    MemoryLogger,
     make_data,
     make_trainer,
     merged,
@@ -146,7 +148,8 @@ def test_the_scripts_for_those_who_come_from_tf_agents_run():
         namespace["after_step"].losses
     )
     assert namespace["after_step"].rollout.shape == (64, 4)
-    assert "train/weight_norm" in namespace["trainer"].logged_metrics
+    (log,) = find_logs("tf_agents_run")
+    assert log.scalars["train/weight_norm"].steps.tolist() == [512, 1024, 1536, 2048]
     items = re.findall(r"^(\d+)\. ", page.read_text(), re.MULTILINE)
     assert items == [str(number) for number in range(1, 29)]
 
@@ -164,9 +167,10 @@ def test_the_scripts_about_exporting_and_logging_run():
     assert set(json.loads(Path("policies/final/policy.json").read_text())) <= described
     data, model = namespace["data"], namespace["model"]
     callbacks = [namespace["EnvStepLimit"](1_280), namespace["WeightNorm"](200), namespace["Watch"]()]
-    trainer = namespace["Trainer"](max_epochs=-1, logger=False, limit_val_batches=0, callbacks=callbacks)
+    logger, before = MemoryLogger(), model.env_steps
+    trainer = namespace["Trainer"](max_epochs=-1, logger=logger, limit_val_batches=0, callbacks=callbacks)
     trainer.fit(model, data)
-    assert "train/weight_norm" in trainer.callback_metrics
+    assert [step for step, _ in logger.rows("train/weight_norm")] == [*range(before + 256, 1_281, 256)]
 
 
 def test_the_script_about_videos_runs():

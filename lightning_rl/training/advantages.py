@@ -88,8 +88,8 @@ class AdvantageEstimator:
     # ------------------------------------------------------------------ normalizing
 
     def normalized(self, batch: Batch) -> Tensor:
-        """Return the advantages of a batch for the policy loss, `[N]`, normalized unless `normalize` is `none`."""
-        return batch.advantages if self.normalize == "none" else self.standardized(batch)
+        """Return the advantages of a minibatch for the policy loss, `[N]`; for `rollout` these are normalized."""
+        return self.standardized(batch) if self.normalize == "minibatch" else batch.advantages
 
     def standardized(self, batch: Batch) -> Tensor:
         """Return the standardized advantages `[N]`; 0 in rows of weight 0."""

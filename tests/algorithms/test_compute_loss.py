@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from lightning_rl import A2C, IMPALA, PPG, PPO, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
+from lightning_rl import A2C, IMPALA, PPO, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
 from lightning_rl.checkpointing.format import run_state
 from lightning_rl.nested import leaves
 from lightning_rl.validation import ConfigurationError
@@ -194,15 +194,3 @@ def test_losses_are_logged_as_means_over_the_minibatches_of_all_epochs():
     first = terms[0]
     sizes = abs(first["policy_loss"]) + 0.5 * first["value_loss"] + 0.1 * first["entropy"] + first["l2_penalty"]
     assert first["total_abs_loss"] == pytest.approx(sizes, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "normalize"),
-    [(PPO, "minibatch"), (PPO, "rollout"), (PPO, "none"), (PPG, "rollout"), (A2C, "rollout"), (A2C, "none")],
-)
-def test_loss_of_a_batch_has_the_normalized_advantages_of_training(algorithm, normalize):
-    model = algorithm(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, advantages={"normalize": normalize})
-    rollout = random_rollout(model.policy)
-    names, values, _ = model.loss(model.batch(rollout)).recorded
-    found = values[list(names).index("policy_loss")].item()
-    assert found == pytest.approx(model.compute_loss(rollout)["policy_loss"], abs=1e-6)
