@@ -208,16 +208,16 @@ class Beta(Distribution):
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Return the log-density of the bounded action to which `action` (z, shape `[..., a]`) maps."""
-        (a, b), z = self._exact, action.to(exact_dtype(action.device))
+        a, b, z = _exact(self.alpha, self.beta, action)
         return self._total((a - 1) * logsigmoid(z) + (b - 1) * logsigmoid(-z) - _log_beta(a, b) - self._log_width)
 
     def entropy(self) -> Tensor:
-        a, b = self._exact
+        a, b = _exact(self.alpha, self.beta)
         shape = _log_beta(a, b) - (a - 1) * a.digamma() - (b - 1) * b.digamma() + (a + b - 2) * (a + b).digamma()
         return self._total(shape + self._log_width)
 
     def kl(self, other: Self) -> Tensor:
-        a, b, c, d = *self._exact, *other._exact
+        a, b, c, d = _exact(self.alpha, self.beta, other.alpha, other.beta)
         moments = (a - c) * a.digamma() + (b - d) * b.digamma() + (c + d - a - b) * (a + b).digamma()
         return self._total(_log_beta(c, d) - _log_beta(a, b) + moments)
 
@@ -231,17 +231,16 @@ class Beta(Distribution):
     def to_space(self, action: Tensor) -> Tensor:
         return self.bounds.from_unit((action / 2).tanh())
 
-    @property
-    def _exact(self) -> tuple[Tensor, Tensor]:
-        dtype = exact_dtype(self.alpha.device)
-        return self.alpha.to(dtype), self.beta.to(dtype)
-
     def _total(self, per_dimension: Tensor) -> Tensor:
         return _present(per_dimension, self.mask).sum(-1).to(self.alpha.dtype)
 
     @property
     def _log_width(self) -> Tensor:
-        return self.bounds.log_half_width(self._exact[0]) + math.log(2)
+        return self.bounds.log_half_width(*_exact(self.alpha)) + math.log(2)
+
+
+def _exact(*tensors: Tensor) -> list[Tensor]:
+    return [x.to(exact_dtype(x.device)) for x in tensors]
 
 
 def _log_beta(a: Tensor, b: Tensor) -> Tensor:
