@@ -650,6 +650,7 @@ class OnPolicyAlgorithm(LightningModule):
             self.metrics.begin(self.env_steps)
 
     def on_train_epoch_end(self) -> None:
+        self.clock.end_epoch(self.trainer)
         self.metrics.show_unlogged(self.trainer)
 
     def on_train_end(self) -> None:

@@ -223,6 +223,11 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self._due = False
         self._validated_at: int | None = None
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and not env_steps_of(pl_module):  # an earlier run may have left a checkpoint due
+            self._due, self._validated_at = False, None
+
     @property
     def state_key(self) -> str:
         # No folder, which may be moved before the run resumes.

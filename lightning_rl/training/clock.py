@@ -77,7 +77,8 @@ class RunClock:
         frames: Simulation steps in them; more than `env_steps` with action repeat.
         policy_version: Number of rollouts that were learned from.
         env_steps_before_epochs: Environment steps, less the steps of the epochs that the Trainer counts; above 0 if an
-            earlier run trained the module, and this run does not resume it by `ckpt_path`.
+            earlier run trained the module, and this run does not resume it by `ckpt_path`; less after each epoch that
+            was stopped early.
         epoch_size: Size of an epoch, as `epoch_size` returns it. None: unknown, or a new run.
         planned_env_steps: Environment steps at the end of the run. None: unknown.
     """
@@ -105,6 +106,13 @@ class RunClock:
             begun = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             done += begun if begun < rollouts else 0  # Lightning repeats an epoch that has fewer rollouts now
         return self.env_steps - done * steps
+
+    def end_epoch(self, trainer: Trainer) -> None:
+        """Count the rollouts that an epoch lacks because `trainer.should_stop` ended it; the Trainer counts them."""
+        if self.epoch_size is not None:
+            rollouts, steps = self.epoch_size
+            done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            self.env_steps_before_epochs -= (rollouts - done) * steps
 
     def lag(self, rollout: Rollout, may_lag: bool) -> int:
         """Return how many versions the policy of a rollout is older than the current policy.

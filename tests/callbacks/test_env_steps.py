@@ -273,6 +273,19 @@ def test_checkpoint_that_waits_for_a_validation_is_saved_after_a_restart(tmp_pat
     assert steps_of(tmp_path / "best") == [96]
 
 
+def test_checkpoint_that_an_aborted_run_left_due_is_not_saved_by_the_next_run(tmp_path):
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if pl_module.env_steps == 64:
+                raise RuntimeError("stop")
+
+    best = EnvStepCheckpoint(50, tmp_path, monitor="val/episode_length", save_top_k=-1)
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(best, Stop(), max_epochs=1, enable_checkpointing=True, rollouts_per_epoch=3)
+    fit(best, max_epochs=2, enable_checkpointing=True, rollouts_per_epoch=1)
+    assert steps_of(tmp_path) == [64]
+
+
 def test_only_the_newest_checkpoints_are_kept_on_request(tmp_path):
     fit(EnvStepCheckpoint(32, tmp_path, save_top_k=1, save_last=True), max_epochs=2, enable_checkpointing=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=128.ckpt"]
@@ -445,6 +458,16 @@ def test_schedules_end_with_the_epochs_of_a_resumed_run_with_other_rollouts(chan
     resumed = model.env_steps
     make_trainer(max_epochs=4).fit(model, data)  # another run of the same model
     assert model.clock.planned_env_steps == model.env_steps > resumed
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 5])
+def test_schedules_end_with_the_epochs_of_a_resumed_run_whose_limit_is_gone(limit, tmp_path):
+    options = {"rollouts_per_epoch": 4, "max_epochs": 3}
+    by_epoch = ModelCheckpoint(tmp_path, "epoch-end", save_on_train_epoch_end=True, save_top_k=-1)
+    fit(EnvStepLimit(ROLLOUT * limit), by_epoch, LastCheckpoint(tmp_path), enable_checkpointing=True, **options)
+    for path in sorted(tmp_path.iterdir()):
+        _, model, _ = fit(ckpt_path=path, **options)
+        assert model.clock.planned_env_steps == model.env_steps > ROLLOUT * limit, path
 
 
 def test_a_checkpoint_with_another_number_of_environments_is_accepted(tmp_path):
