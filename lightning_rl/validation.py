@@ -293,7 +293,8 @@ def import_class(field: str, class_path: str, base: type[Any] | tuple[type[Any],
         moved = "if the class was moved, its new path, or its own load_from_checkpoint to load a checkpoint"
         hint = f"did you mean {module}.{near[0]}?" if near else moved
         raise ConfigurationError(
-            f"{field}={class_path!r} cannot be imported ({error}): expected package.module.Class in PYTHONPATH; {hint}"
+            f"{field}={class_path!r} cannot be imported ({error}): expected package.module.Class in the current folder "
+            f"or in PYTHONPATH; {hint}"
         ) from error
     check(inspect.isclass(found), field, class_path, "the path of a class")
     names = " or ".join(one.__name__ for one in (base if isinstance(base, tuple) else (base,)))
