@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import setitem
+from operator import is_, setitem
 from typing import Any, NamedTuple, NoReturn
 
 import gymnasium
@@ -43,7 +43,7 @@ from lightning_rl.environments.contract import (
 )
 from lightning_rl.environments.episodes import check_info, fit
 from lightning_rl.environments.wrappers.history import VectorHistory
-from lightning_rl.nested import Nested, map_leaves, map_paths, map_space, nested_paths
+from lightning_rl.nested import Nested, leaves, map_leaves, map_paths, map_space, nested_paths
 from lightning_rl.validation import ConfigurationError, check
 
 Factory = Callable[[], gymnasium.Env[Any, Any]]
@@ -76,6 +76,8 @@ class NativeCartPole(VectorWrapper):
 class CheckedArrays(VectorWrapper):
     """Checks the first values of a vectorized environment, returns boolean flags, and passes copies of the actions.
 
+    Observations whose dtype is not the dtype of their space are checked in every step.
+
     `recorded` and `restore` add the last observations to the environment's own `state_dict`; `seed` is its first seed.
     """
 
@@ -96,8 +98,8 @@ class CheckedArrays(VectorWrapper):
         # Copies, since an environment may write into its action.
         observations, rewards, terminated, truncated, infos = self.env.step(map_leaves(np.copy, actions))
         if not self._is_checked:
-            check_values(self.env, observations, infos, rewards=rewards, terminated=terminated, truncated=truncated)
-            self._is_checked = True
+            rows = {"rewards": rewards, "terminated": terminated, "truncated": truncated}
+            self._is_checked = check_values(self.env, observations, infos, **rows)
         terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
         if self._is_same_step and "final_obs" not in infos and (terminated | truncated).any():
             raise Unexpected("returned no info['final_obs'] at the end of an episode: expected it in SAME_STEP mode")
@@ -117,15 +119,19 @@ class CheckedArrays(VectorWrapper):
         return np.ones(self.num_envs, bool), self._observations
 
 
-def check_values(env: Any, observations: Nested, infos: Any, **rows: Any) -> None:
-    """Raise `Unexpected` unless values of a vectorized environment are in arrays `[B, ...]` that fit its space."""
+def check_values(env: Any, observations: Nested, infos: Any, **rows: Any) -> bool:
+    """Raise `Unexpected` unless values of a vectorized environment are in arrays `[B, ...]` that fit its space.
+
+    Return whether no observation needs a conversion, in which a later value might change.
+    """
     check_info(infos)
     space = batch_space(env.single_observation_space, env.num_envs)
-    fit(space, nested_paths(space), map_space(lambda leaf: leaf, space), observations)
+    fitting = fit(space, nested_paths(space), map_space(lambda leaf: leaf, space), observations)
     for name, x in rows.items():
         if (array := np.asarray(x)).shape != (env.num_envs,) or array.dtype.kind not in "biuf":
             what = f"{name} of shape {array.shape} and dtype {array.dtype}"
             raise Unexpected(f"returned {what}: expected one number for each of the {env.num_envs} environments")
+    return all(leaves(map_leaves(is_, fitting, observations)))
 
 
 class EnvironmentServer:

@@ -183,6 +183,16 @@ def test_fractions_for_integers_are_errors(backend):
         environments.step(torch.zeros(2, dtype=torch.int64) if backend == "torch" else np.zeros(2, np.int64))
 
 
+@pytest.mark.parametrize(("dtype", "factor"), [(np.float32, 0.5), (np.int64, 256)])
+def test_values_that_change_as_integers_in_a_later_step_are_errors(dtype, factor):
+    space = spaces.Box(0, 255, (3,), np.uint8)
+    environments = make(space=space, change=lambda o, *rest: ((o // 2 * factor).astype(dtype), *rest))
+    environments.reset()
+    assert (environments.step(np.zeros(2, np.int64)).observations == 0).all()
+    with pytest.raises(EnvironmentFailure, match=r"which changes as uint8: expected uint8.* \(step 2, seeds 0, 1\)$"):
+        environments.step(np.zeros(2, np.int64))
+
+
 def test_wrong_shape_in_evaluation_of_tensors_is_an_error():
     environments = make("torch", evaluation=True, change=WRONG[0][0])
     environments.reset()
