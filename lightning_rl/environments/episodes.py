@@ -267,7 +267,8 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         return False
 
     def _reset_env(self, options: dict[str, Any] | None) -> Any:  # unchecked
-        attributes, reset_options = self._settings
+        # Copies, since an environment may write into a value, which other environments and episodes share.
+        attributes, reset_options = copy.deepcopy(self._settings)
         for name, value in attributes.items():
             self.env.set_wrapper_attr(name, value)
         if reset_options:

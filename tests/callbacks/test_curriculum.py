@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 from lightning.pytorch import Callback, Trainer
 
 from lightning_rl import IMPALA, Curriculum, CurriculumStage
 from lightning_rl.cli.main import main
-from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.environments import EnvironmentFailure, EnvironmentSpec, make_environments
 from lightning_rl.environments.episodes import RestartingEpisodes
 from lightning_rl.validation import ConfigurationError
 from tests import torch_environments
@@ -139,6 +140,36 @@ def test_environments_that_replace_failed_ones_keep_the_stage():
     env.reset(seed=0)
     observations = [env.step(0)[0].tolist() for _ in range(3)]
     assert observations == [[1, 9, 2], [2, 9, 2], [0, 9, 2]]
+
+
+class TakesLevels(Adjustable):
+    """Removes the last of its `levels`, or of those in the reset options, in each episode of one step."""
+
+    levels = (0,)
+
+    def reset(self, *, seed=None, options=None):
+        levels = (options or {}).get("levels", self.levels)
+        self.level = levels[0] if len(levels) == 1 else levels.pop()
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        observation, _, _, _, info = super().step(action)
+        return observation, float(self.level), True, False, info
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+@pytest.mark.parametrize("kind", ["attributes", "reset_options"])
+def test_environments_that_write_into_a_value_change_neither_other_environments_nor_episodes(
+    backend, kind, monkeypatch
+):
+    monkeypatch.setitem(gymnasium.registry, "Levels-v0", EnvSpec("Levels-v0", TakesLevels))
+    environments = make_environments(EnvironmentSpec("Levels-v0", backend=backend), 2, [0, 1])
+    environments.reset()
+    levels = {"levels": [1, 2, 3]}
+    environments.set_env_settings((levels, {}) if kind == "attributes" else ({}, levels))
+    rewards = [environments.step(np.zeros(2, np.int64)).rewards.tolist() for _ in range(3)]
+    environments.close()
+    assert rewards == [[0, 0], [3, 3], [3, 3]] and levels == {"levels": [1, 2, 3]}
 
 
 def test_workers_that_replace_lost_ones_keep_the_stage():
