@@ -271,7 +271,9 @@ class LocalVectorEnv(EnvironmentPool):
     """Steps environments one after another in this process."""
 
     def __init__(self, factories: Sequence[Factory]) -> None:
-        self.envs = [make() for make in factories]
+        with contextlib.ExitStack() as made:  # closes the environments that were made if the next one fails
+            self.envs = [made.enter_context(make()) for make in factories]
+            made.pop_all()
         super().__init__(self.envs)
         self.observations = create_empty_array(self.single_observation_space, self.num_envs)
         self._servers = [EnvironmentServer(env, index, self.observations) for index, env in enumerate(self.envs)]
@@ -280,8 +282,9 @@ class LocalVectorEnv(EnvironmentPool):
         return [self._servers[index].answer(*message) for index, message in messages.items()]
 
     def close_extras(self, **kwargs: Any) -> None:
-        for env in self.envs:
-            env.close()
+        with contextlib.ExitStack() as stack:  # one that fails does not keep the others open
+            for env in self.envs:
+                stack.enter_context(env)
 
 
 def stateful_parts(env: Any) -> tuple[list[VectorHistory], Any]:  # a vector environment

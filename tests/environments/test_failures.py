@@ -18,12 +18,13 @@ from gymnasium.vector import AutoresetMode
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.environments import EnvConfig, EnvironmentFailure, EnvironmentSpec, make_environments
+from lightning_rl.environments.batch import LocalVectorEnv
 from lightning_rl.environments.contract import EVALUATION, derive_seed
 from lightning_rl.environments.workers import send
 from lightning_rl.validation import ConfigurationError
 from tests import torch_environments
 from tests.helpers import assert_equal_parameters, make_trainer, parameters_of
-from tests.probes import Told, make_batch, make_collector, seeds_of, step_timeout
+from tests.probes import Counter, Told, make_batch, make_collector, seeds_of, step_timeout
 from tests.programs import Program
 
 
@@ -292,6 +293,27 @@ def test_failure_to_close_after_training_is_an_error():
     data._sampler.spec = fails_to_close(data.spec, "SystemExit")
     with pytest.raises(EnvironmentFailure, match=r"^the environments raised in close: SystemExit: 0 \(step 6, seeds "):
         make_trainer().fit(model, data)
+
+
+@pytest.mark.parametrize("where", ["close", "__init__"])
+def test_environment_that_fails_does_not_keep_others_of_this_process_open(where):
+    closed = []
+
+    class Numbered(Counter):
+        def __init__(self, number):
+            super().__init__()
+            self.number = number
+            if where == "__init__" and number == 2:
+                raise OSError("the port is taken")
+
+        def close(self):
+            closed.append(self.number)
+            if where == "close" and self.number != 1:
+                raise OSError("the port is taken")
+
+    with pytest.raises(OSError, match="the port is taken"):
+        LocalVectorEnv([functools.partial(Numbered, number) for number in range(3)]).close()
+    assert {*closed} == ({0, 1, 2} if where == "close" else {0, 1})
 
 
 def test_failure_to_close_does_not_hide_the_error_that_ended_the_run():
