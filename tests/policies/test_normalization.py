@@ -130,6 +130,14 @@ def test_observations_are_standardized_and_clipped():
     assert normalizer(x)[1].tolist() == [10, -10]
 
 
+def test_booleans_are_normalized_as_numbers():
+    """MinAtar observes booleans."""
+    normalizer, rows = ObservationNormalizer((4,)), randn(20, 4) > 0.5
+    normalizer.update(rows)
+    assert torch.equal(normalizer(rows), normalizer(rows.to(torch.uint8)))
+    assert not torch.equal(normalizer(rows), rows.float())
+
+
 def test_constant_observations_become_zero():
     normalizer = ObservationNormalizer((1,))
     normalizer.update(torch.full((10, 1), 7.0))
