@@ -74,10 +74,9 @@ class NativeCartPole(VectorWrapper):
 
 # No type arguments: VectorWrapper takes none before Gymnasium 1.4.
 class CheckedArrays(VectorWrapper):
-    """Checks the first values of a vectorized environment, returns boolean flags, and passes copies of the actions.
+    """Checks values of a vectorized environment, returns boolean flags, and passes copies of the actions.
 
-    Observations whose dtype is not the dtype of their space are checked in every step.
-
+    Observations whose dtype is not the dtype of their space are checked in every step, other values in the first one.
     `recorded` and `restore` add the last observations to the environment's own `state_dict`; `seed` is its first seed.
     """
 
