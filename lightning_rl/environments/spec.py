@@ -54,8 +54,7 @@ class EnvConfig:
         kwargs: Arguments of the environment's constructor.
         wrappers: `gymnasium.Wrapper` classes (`gymnasium.vector.VectorWrapper` for `native`, `torch` and `envpool`) as
             class paths or `{"class_path": ..., "init_args": ...}`, innermost first.
-        training_wrappers: Wrappers around `wrappers`, for training only, such as wrappers that change rewards or
-            truncate episodes.
+        training_wrappers: Wrappers around `wrappers` for training only, such as wrappers that change rewards.
         atari: Options of Atari preprocessing; other environments reject values other than the default.
         step_timeout: Maximum seconds of a worker process for one step or reset (`async` only). None is 120 s.
         on_failure: `raise` ends the run when an environment fails: it raises, returns NaN, infinity, a wrong shape or a

@@ -262,8 +262,7 @@ def export_policy(
         env_id: Environment, for the description.
         format: `torch_export` or `onnx`.
         programs: `greedy`, `sampled`, or both.
-        observations: Observations of some consecutive steps, each `[B, *shape]`, for the comparison; None samples them
-            from the space.
+        observations: Observations `[B, *shape]` of consecutive steps, for the comparison; None samples them.
         score: Score of the policy, for the description.
 
     Raises:

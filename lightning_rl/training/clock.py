@@ -76,8 +76,8 @@ class RunClock:
         env_steps: Environment steps of all ranks that were learned from.
         frames: Simulation steps in them; more than `env_steps` with action repeat.
         policy_version: Number of rollouts that were learned from.
-        env_steps_before_epochs: Environment steps, less the steps of the epochs that the Trainer counts: above 0 after an
-            earlier run that `ckpt_path` does not resume, below 0 after epochs that were stopped early.
+        env_steps_before_epochs: Environment steps, less the steps of the epochs that the Trainer counts: above 0 after
+            an earlier run that `ckpt_path` does not resume, below 0 after epochs that were stopped early.
         epoch_size: Size of an epoch, as `epoch_size` returns it. None: unknown, or a new run.
         planned_env_steps: Environment steps at the end of the run. None: unknown.
     """

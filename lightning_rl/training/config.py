@@ -66,8 +66,7 @@ class OptimizerConfig:
     """Optimizer, gradient clipping, and how the learning rate changes.
 
     Args:
-        name: Optimizer class or its import path. None uses the algorithm's default: Adam, or RMSprop for A2C and
-            IMPALA.
+        name: Optimizer class or its import path. None uses Adam, or RMSprop for A2C and IMPALA.
         options: Arguments of the optimizer except the learning rate. With name None they change single arguments of the
             algorithm's default.
         anneal: Lower the learning rate linearly to 0 over the planned environment steps of the run. Resets count as
@@ -116,8 +115,7 @@ class AdvantageConfig:
         normalize: Standardize advantages over each `minibatch`, over the whole `rollout`, or not at all (`none`).
         recompute_values: Recompute values at the start of the updates. They differ from the collected values only with
             `normalization.update: before`, or by rounding.
-        recompute_advantages: Recompute values, advantages and returns with the current critic before every pass except
-            the first.
+        recompute_advantages: Recompute values, advantages and returns before every pass except the first.
     """
 
     estimator: Literal["gae", "monte_carlo"] = "gae"
