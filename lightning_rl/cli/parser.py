@@ -354,8 +354,8 @@ def _mistakes(given: Sequence[tuple[str, Any]], types: Mapping[str, Any]) -> Ite
 def _fits(value: object, hint: Any) -> bool:  # a type
     parser = ArgumentParser(exit_on_error=False)
     try:
-        parser.add_argument("--value", type=hint)
-        parser.parse_object({"value": value})
+        parser.add_argument("--value", type=list[hint])  # since null fits every option whose default is null
+        parser.parse_object({"value": [value]})
     except (ArgumentError, ValueError) as error:
         return isinstance(error, ValueError)  # not a type that the parser can check
     return True

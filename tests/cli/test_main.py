@@ -296,6 +296,18 @@ def test_values_that_the_trainer_cannot_use_are_one_message(capsys, argument, me
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--model.optimizer.anneal=null", "model.optimizer.anneal=None is not valid: expected true or false"),
+        ("--data.num_envs=null", "data.num_envs=None is not valid: expected an integer"),
+    ],
+)
+def test_null_for_an_option_that_needs_a_value_is_one_message(capsys, argument, message):
+    arguments = ("fit", "--config", CARTPOLE, argument)
+    assert refused(capsys, *arguments, status=2).startswith(message)
+
+
 def test_configurations_compose_and_the_command_line_wins(capsys, as_typed):
     Path("b.yaml").write_text("data:\n  num_envs: 3\nmodel:\n  init_args:\n    gamma: 0.5\n    clip_range: 0.3\n")
     config = configuration(
