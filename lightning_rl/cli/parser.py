@@ -316,8 +316,10 @@ def _chosen_classes(given: Sequence[tuple[str, Any]]) -> tuple[list[tuple[str, s
                 chosen[option + value if option == "trainer.callbacks" else option] = (option, value, cls)
             except ConfigurationError as error:
                 other = ": expected the name of a class of lightning_rl or Lightning, or package.module.Class"
-                hint = "" if "." in value else did_you_mean(value, known) or other
-                messages.append((value, f"{option}={value!r} is no known class{hint}" if hint else str(error)))
+                hint = "" if "." in value else f"is no known class{did_you_mean(value, known) or other}"
+                if value.endswith((".yaml", ".yml")):
+                    hint = f"does not exist{other}, or a file"
+                messages.append((value, f"{option}={value!r} {hint}" if hint else str(error)))
     return [*chosen.values()], messages
 
 

@@ -308,6 +308,13 @@ def test_null_for_an_option_that_needs_a_value_is_one_message(capsys, argument, 
     assert refused(capsys, *arguments, status=2).startswith(message)
 
 
+@pytest.mark.parametrize("argument", ["--model=mine/ppo.yaml", "--trainer.callbacks+=mine.yml", "--data=mine.yaml"])
+def test_a_missing_file_in_place_of_a_class_is_one_message(capsys, argument):
+    option, value = argument.removeprefix("--").replace("+", "").split("=")
+    message = refused(capsys, "fit", "--config", CARTPOLE, argument, status=2)
+    assert message.startswith(f"{option}='{value}' does not exist: expected the name of a class")
+
+
 def test_configurations_compose_and_the_command_line_wins(capsys, as_typed):
     Path("b.yaml").write_text("data:\n  num_envs: 3\nmodel:\n  init_args:\n    gamma: 0.5\n    clip_range: 0.3\n")
     config = configuration(
