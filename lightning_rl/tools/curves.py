@@ -214,9 +214,10 @@ def _read_log(folder: Path) -> Log:
             options = read_yaml(logged, "hparams.yaml") or {}
             data, algorithm = (options.pop(key, None) for key in ("data", "algorithm"))
             configs = [{"data": data, "model": {"class_path": algorithm, **options}}]
-    settings = dict(_flat(configs[-1])) if configs else {}
+    settings, first = (dict(_flat(configs[at])) if configs else {} for at in (-1, 0))
     changed = [change for before, after in pairwise(configs) for change in changes(before, after)]
-    seeds = {key: seed for key in _SEEDS if (seed := settings.get(key)) is not None and seed is not False}
+    # A resumed run continues with the seed of its first start, whatever the later command says.
+    seeds = {key: seed for key in _SEEDS if (seed := first.get(key)) is not None and seed is not False}
     # An option that is null equals one that is missing: a configuration need not name it.
     others = {k: x for k, x in settings.items() if x is not None and not k.startswith(_NOT_SETTINGS)}
     for callback in settings.get("trainer.callbacks") or []:  # of these, only a curriculum makes another experiment

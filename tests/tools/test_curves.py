@@ -257,6 +257,15 @@ def test_plot_command_warns_of_repeated_seeds(in_tmp_path, monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
+def test_resumed_runs_keep_the_seed_of_their_first_start(in_tmp_path, monkeypatch, capsys):
+    for version, seed in enumerate((0, 1)):
+        write_run(Path(f"runs/version_{version}"), [1, 2], seed)
+    # Resumed without the option for the seed.
+    Path("runs/version_1/config-2.yaml").write_text(Path("runs/version_0/config.yaml").read_text())
+    plot(monkeypatch, "runs")
+    assert "further seeds" not in capsys.readouterr().err
+
+
 def test_plot_command_names_runs_without_the_metric(in_tmp_path, monkeypatch, capsys):
     write_run(Path("a/version_0"), [1, 2])
     write_run(Path("b/version_0"), [])  # ended before its first log
