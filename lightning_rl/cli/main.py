@@ -190,9 +190,13 @@ class OnPolicyCLI(LightningCLI):
         path = Path(self._option("ckpt_path"))
         run = run_folders.folder_around(path)
         last = [] if run is None else run_folders.configurations(run)[-1:]
-        if not (self._fits and last) or self._option("resume_changes") == "allow":
+        if not (self._fits and last):
             return
-        if changed := changes(read_yaml(last[0], "config") or {}, self.config_dump):
+        before, seed = read_yaml(last[0], "config") or {}, self._option("seed_everything")
+        if before.get("seed_everything") != seed:
+            effect = "the episodes and random generators of the run continue, so this is not a run with another seed"
+            say(f"Resuming with seed_everything={seed} (before: {before.get('seed_everything')}): {effect}")
+        if self._option("resume_changes") == "refuse" and (changed := changes(before, self.config_dump)):
             lines = ["ckpt_path: the settings differ from the last start of the run:", *changed]
             limit = "" if (steps := self._option("max_env_steps")) is None else f" --max_env_steps {steps}"
             command = f"lightning-rl fit --config {relative(last[0])} --ckpt_path {relative(path)}{limit}"
