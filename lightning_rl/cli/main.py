@@ -18,7 +18,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ProgressB
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_rl import EnvStepLimit, EpisodeRecorder, LastCheckpoint, OnPolicyAlgorithm, RolloutDataModule
+from lightning_rl import (
+    EnvStepLimit,
+    EpisodeRecorder,
+    LastCheckpoint,
+    OnPolicyAlgorithm,
+    RecordedEpisodes,
+    RolloutDataModule,
+)
 from lightning_rl.callbacks.episode_recorder import EpisodeLines
 from lightning_rl.callbacks.progress_bars import EnvStepProgressBar, PolicySummary
 from lightning_rl.checkpointing import run_folders
@@ -127,7 +134,11 @@ class OnPolicyCLI(LightningCLI):
         for option, other in (("init_parts", "init_from"), ("record_as", "record")):
             given = config.get(option)
             check(given is None or config.get(other) is not None, option, given, f"null, or {other} beside it")
-        data = data.init_args if self.subclass_mode_data else data
+        if self.subclass_mode_data:
+            if not self._fits and import_class("data", data.class_path, RolloutDataModule) is RecordedEpisodes:
+                data.class_path = "lightning_rl.RolloutDataModule"
+                data.init_args.pop("episodes")  # playing needs none
+            data = data.init_args
         for group in default_groups(RolloutDataModule):
             check(data.get(group, {}) is not None, f"data.{group}", None, "a dict of its options")
         env_id = data.get("env_id", "environment")

@@ -396,6 +396,13 @@ def test_the_class_of_the_data_can_be_chosen(capsys):
     assert "did you mean data.episodes" in message
 
 
+def test_evaluation_of_a_cloned_policy_needs_no_recorded_episodes(capsys):
+    cloning = ["--config", "behaviour_cloning/cartpole", "--data.episodes=nowhere.pt", "--data.evaluation.episodes=1"]
+    for command in ("validate", "test", "predict"):
+        assert main([command, *cloning]).datamodule.evaluation.episodes == 1
+    assert "nowhere.pt" in refused(capsys, "fit", *cloning)
+
+
 def test_a_printed_configuration_is_a_configuration(capsys):
     text = printed(capsys, "fit", *SMALL, "--max_env_steps=64", "--print_config")
     Path("printed.yaml").write_text(text)
