@@ -632,8 +632,8 @@ class OnPolicyAlgorithm(LightningModule):
         for optimizer in self.steps.all_optimizers:
             for group in optimizer.param_groups:  # a checkpoint may come from another device
                 group |= {name: optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
-        self.clock.start(self.trainer)
         planned_before = self.restored.get("planned_env_steps")
+        self.clock.start(self.trainer, planned_before)
         self.schedules.report_new_end(self.env_steps, self.clock.planned_env_steps, planned_before)
         self.restored = {}
         is_known = self.clock.planned_env_steps is not None
@@ -650,7 +650,6 @@ class OnPolicyAlgorithm(LightningModule):
             self.metrics.begin(self.env_steps)
 
     def on_train_epoch_end(self) -> None:
-        self.clock.end_epoch(self.trainer)
         self.metrics.show_unlogged(self.trainer)
 
     def on_train_end(self) -> None:

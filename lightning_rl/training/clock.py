@@ -87,15 +87,17 @@ class RunClock:
         self.epoch_size: tuple[int, int] | None = None
         self.planned_env_steps: int | None = None
 
-    def start(self, trainer: Trainer) -> None:
-        """Set the size of epochs and the planned end when training starts."""
+    def start(self, trainer: Trainer, planned_before: int | None) -> None:
+        """Set the size of epochs and the planned end when training starts; `planned_before` is of the resumed run."""
+        if planned_env_steps(trainer) != planned_before:  # an epoch may have been stopped early
+            self.epoch_size = None
         if (size := epoch_size(trainer)) is not None:
             self.env_steps_before_epochs = self.before_epochs(trainer, size)
         self.epoch_size = size
         self.planned_env_steps = planned_env_steps(trainer)
 
     def before_epochs(self, trainer: Trainer, size: tuple[int, int]) -> int:
-        """Return `env_steps_before_epochs`; computed for a new run, or if epochs had another size than `size`."""
+        """Return `env_steps_before_epochs`; computed for a new run, another size of epochs, or another planned end."""
         if self.epoch_size == size:
             return self.env_steps_before_epochs
         rollouts, steps = size
@@ -105,13 +107,6 @@ class RunClock:
             begun = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             done += begun if begun < rollouts else 0  # Lightning repeats an epoch that has fewer rollouts now
         return self.env_steps - done * steps
-
-    def end_epoch(self, trainer: Trainer) -> None:
-        """Count the rollouts that an epoch lacks because `trainer.should_stop` ended it; the Trainer counts them."""
-        if self.epoch_size is not None:
-            rollouts, steps = self.epoch_size
-            done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            self.env_steps_before_epochs -= (rollouts - done) * steps
 
     def lag(self, rollout: Rollout, may_lag: bool) -> int:
         """Return how many versions the policy of a rollout is older than the current policy.
