@@ -29,6 +29,7 @@ from lightning_rl.data.collector import Sampler
 from lightning_rl.data.evaluation import EvaluationConfig, EvaluationOptions, Evaluator
 from lightning_rl.data.process_actors import ProcessActors
 from lightning_rl.data.ray_actors import RayActors
+from lightning_rl.distributed import gather_ranks
 from lightning_rl.environments import (
     Backend,
     EnvConfig,
@@ -529,9 +530,9 @@ class RolloutDataModule(LightningDataModule):
         return self.trainer.global_rank if self.trainer is not None else 0
 
     def _fixed_seed(self) -> int:
-        """Return the seed of the run, by default the seed of PyTorch."""
-        if self.seed is None:
-            self.seed = torch.initial_seed() % 2**63
+        """Return the seed of the run, by default PyTorch's on rank 0; the first call is a collective call."""
+        if self.seed is None:  # a checkpoint has one seed for all ranks
+            self.seed = gather_ranks(torch.initial_seed() % 2**63)[0]
         return self.seed
 
     def _policy(self) -> tuple[Policy, int, torch.dtype, torch.device]:

@@ -32,7 +32,7 @@ from lightning_rl.environments.contract import TRAINING, derive_seed
 from lightning_rl.rollouts.replay import UseLimitedBuffer
 from lightning_rl.spaces import space_to_dict
 from tests import programs
-from tests.helpers import MemoryLogger, merged
+from tests.helpers import MemoryLogger, make_data, make_model, make_trainer, merged
 from tests.mask_probes import kwargs_of
 from tests.nested_probes import PAIR
 
@@ -494,6 +494,14 @@ def test_unrestorable_environments_of_other_ranks_are_named(tmp_path: Path, monk
     )
     with pytest.warns(UserWarning, match=r"^environments 0, 2 on rank 1 of CartPole-v1 .* could not be restored"):
         fit("discrete", tmp_path / "second", 3, ckpt_path=str(tmp_path / "first/after_2.ckpt"))
+
+
+def test_all_ranks_take_the_seed_that_a_checkpoint_stores(monkeypatch) -> None:
+    """Without a given seed, ranks have different seeds of PyTorch; a checkpoint has only the seed of rank 0."""
+    monkeypatch.setattr("lightning_rl.data.datamodule.gather_ranks", lambda seed: [7, seed])
+    data = make_data(seed=None)
+    make_trainer().fit(make_model(data), data)
+    assert data.seed == 7
 
 
 def test_environment_whose_state_survives_reset_is_detected(tmp_path: Path) -> None:
