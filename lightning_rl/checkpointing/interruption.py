@@ -37,8 +37,8 @@ class InterruptionGuard(Callback):
 
     * A Trainer without any checkpoint callback warns once per run.
     * After the first SIGINT (Ctrl-C) or SIGTERM, the update from the current rollout finishes, `LastCheckpoint` saves,
-      and `Trainer.fit` raises `SystemExit` with status 130 or 143. A learner that waits for asynchronous actors stops
-      at once. A second signal kills the process.
+      and `Trainer.fit` raises `SystemExit` with status 130 or 143. A single learner that waits for asynchronous actors
+      stops at once. A second signal kills the process.
     * SLURM's signal for requeueing the job (SIGUSR1) also waits for the end of the update.
     * `Trainer.save_checkpoint` raises during a rollout or its update; `ModelCheckpoint(save_on_exception=True)` and
       `OnExceptionCheckpoint` then save nothing, and with several ranks save after signals only.
@@ -143,14 +143,10 @@ class InterruptionGuard(Callback):
             raise _exit_status(self._stopping[0], trainer.is_global_zero)
 
     def _stop_waiting(self, trainer: Trainer) -> None:
-        """Save, with one rank, and stop if this rank received a signal while waiting for a rollout from an actor."""
-        is_alone = trainer.world_size == 1
-        received = [s for s in self._handled if s in self._received and (is_alone or s not in self._requeue)]
-        if received and is_alone:
+        """Save and stop if a signal arrived during the wait for an actor; several ranks save after the rollout."""
+        received = [signum for signum in self._handled if signum in self._received]
+        if received and trainer.world_size == 1:
             self._save(trainer, received)
-        elif received:
-            rank_zero_warn("Stopped by a signal while waiting for an actor; resume from the last checkpoint")
-        if received:
             raise _exit_status(received[0], trainer.is_global_zero)
 
     def _save(self, trainer: Trainer, received: list[int]) -> None:

@@ -186,3 +186,16 @@ def test_all_ranks_stop_after_same_rollout_and_resume_exactly(goes_on):
         assert process.wait(60) == 0, process.stderr.read()
     whole = Path("runs/ppo/CartPole-v1/version_1/checkpoints/last.ckpt")
     assert differences(run_state(Path("resumed.ckpt")), run_state(whole)) == []
+
+
+def test_ranks_that_wait_for_actors_save_before_they_stop():
+    actors = ["--model=OverlappedPPO", "--data.actors.count=1", "--data.env.wrappers=[slow.Slow]"]
+    ranks = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.limit_val_batches=0", "--max_env_steps=100000"]
+    with started(*actors, *ranks) as process:
+        wait_for(lambda: any(Path("runs").glob("*/*/*/checkpoints/last.ckpt")))
+        others = descendants(process.pid)
+        os.kill(process.pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "Stopped by a signal; the run is saved in" in err and "Traceback" not in err
+    wait_for(lambda: not alive(others), 5)
