@@ -51,6 +51,14 @@ def test_runs_change_between_ddp_and_sharded_parameters(ranks, resumed):
             torch.testing.assert_close(parameter, found["whole"][name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["warming_up", "two"])
+def test_a_sharded_run_resumes_optimizers_of_a_part_of_the_parameters(ranks, name):
+    for rank in ranks:
+        whole, resumed = rank["checkpoints"][name]
+        for parameter in whole:
+            torch.testing.assert_close(resumed[parameter], whole[parameter], rtol=0, atol=1e-6)
+
+
 def test_a_checkpoint_of_a_sharded_run_is_tested_and_loads_in_one_process(ranks, folder):
     found = ranks[0]["checkpoints"]
     assert found["tested"] == found["tested_again"] and found["tested"]["test/episodes"] == 2

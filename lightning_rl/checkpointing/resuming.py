@@ -15,6 +15,7 @@ from lightning_rl import __version__
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format, is_weights_only
 from lightning_rl.files import check_intact
+from lightning_rl.policies.sharding import load_optimizer
 from lightning_rl.spaces import differing, space_from_dict
 from lightning_rl.training.normalizers import reward_scale
 from lightning_rl.training.optimizers import SCHEDULER, has_own_critic_optimizer, optimizers_and_schedulers
@@ -64,10 +65,9 @@ def take_over(checkpoint: dict[str, Any], module: Any) -> None:  # an algorithm
         rank_zero_info(sentence)
     adopt_settings(checkpoint, module)
     _follow_moved_folder(checkpoint.get("callbacks", {}), trainer)
-    if module.acting_copies:  # `ModelParallelStrategy` has already loaded the optimizers
-        for stored, optimizer in zip(checkpoint["optimizer_states"], trainer.optimizers, strict=False):
-            for group, settings in zip(optimizer.param_groups, stored["param_groups"], strict=True):
-                group |= {name: x for name, x in settings.items() if name != "params"}
+    if module.acting_copies:
+        for stored, optimizer in zip(checkpoint["optimizer_states"], module.unloaded, strict=False):
+            load_optimizer(optimizer, stored)
     module.skipped_updates = state["skipped_updates"]
     clock.env_steps_before_epochs, clock.epoch_size = state["env_steps_before_epochs"], state["epoch_size"]
     module.restored = {name: state[name] for name in ("ranks", "planned_env_steps")}

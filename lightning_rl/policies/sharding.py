@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_rl.policies.distributions import Distribution
 
@@ -58,6 +59,25 @@ def copy_whole(policy: nn.Module, target: nn.Module) -> None:
     sources = (*policy.parameters(), *policy.buffers())
     for own, source in zip((*target.parameters(), *target.buffers()), sources, strict=True):
         own.copy_(whole(source))
+
+
+def load_optimizer(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
+    """Load a state with whole tensors by the order of its parameters; any parameter may lack one. A collective call."""
+    from torch.distributed.tensor import distribute_tensor
+
+    def local(x: Any, parameter: Any) -> Any:
+        if not (isinstance(x, Tensor) and is_sharded(parameter) and x.shape == parameter.shape):
+            return x
+        return distribute_tensor(x.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+    parameters = [x for group in optimizer.param_groups for x in group["params"]]
+    numbers = [number for group in stored["param_groups"] for number in group["params"]]
+    state = {
+        number: {name: local(x, parameter) for name, x in stored["state"][number].items()}
+        for number, parameter in zip(numbers, parameters, strict=True)
+        if number in stored["state"]
+    }
+    optimizer.load_state_dict({**stored, "state": state})
 
 
 def is_sharded(x: Tensor) -> bool:
