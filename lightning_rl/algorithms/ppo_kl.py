@@ -108,7 +108,8 @@ class PPOKLPenalty(PPO):
         """Take over the state; β starts with `initial_kl_coef` if the stored run had no adaptive penalty."""
         super().on_load_checkpoint(checkpoint)
         if checkpoint[CHECKPOINT_KEY]["options"].get("initial_kl_coef") == 0:
-            checkpoint["state_dict"]["kl_coef"] = self.kl_coef.clone()
+            # `ModelParallelStrategy` has already loaded and removed the parameters.
+            checkpoint.get("state_dict", self.state_dict())["kl_coef"].fill_(self.options["initial_kl_coef"])
 
     @torch.no_grad()
     def mean_kl(self, batch: Batch) -> Tensor:

@@ -145,6 +145,18 @@ def test_resuming_can_turn_on_the_adaptive_penalty(tmp_path, caplog):
     assert "Resuming with initial_kl_coef=2.0 (before: 0.0)" in caplog.messages
 
 
+def test_the_adaptive_penalty_starts_in_a_module_whose_parameters_are_loaded_already(tmp_path):
+    """With sharded parameters, the strategy removes them from the checkpoint."""
+    off, on = make(initial_kl_coef=0.0), make(initial_kl_coef=2.0)
+    trainer = make_trainer(precision="64-true")
+    trainer.fit(off, FixedRollouts([random_rollout(off.policy)], off))
+    trainer.save_checkpoint(tmp_path / "off.ckpt")
+    checkpoint = torch.load(tmp_path / "off.ckpt", weights_only=True)
+    on.load_state_dict(checkpoint.pop("state_dict"))
+    on.on_load_checkpoint(checkpoint)
+    assert on.kl_coef == 2
+
+
 def test_kl_coef_does_not_change_within_the_tolerance():
     model = make(adaptive_kl_target=1.0, adaptive_kl_tolerance=1e9, initial_kl_coef=2.0)
     fit(model, random_rollout(model.policy))
