@@ -202,6 +202,8 @@ def end_all_ranks(error: Exception, children: list[subprocess.Popen[bytes]]) -> 
     for rank, code in enumerate(codes, start=1):
         if code < 0:
             raise RankFailure(f"rank {rank} was killed by {signal.Signals(-code).name}") from error
+        if code > 1:  # 1 is the status of a rank that noticed this one's error
+            raise RankFailure(f"rank {rank} ended with exit code {code}") from error
 
 
 def leave_process_group() -> None:

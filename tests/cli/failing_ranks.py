@@ -39,6 +39,8 @@ class FailingPPO(PPO):
         if HERE and self.policy_version == 2:
             if HOW == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if HOW == "exit":
+                os._exit(3)
             if HOW == "raise":
                 raise RuntimeError("boom")
             if HOW == "nan":

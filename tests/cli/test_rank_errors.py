@@ -76,6 +76,11 @@ def test_a_rank_that_is_killed_ends_the_first(tmp_path):
     assert (status, lines) == (1, ["lightning-rl: error: rank 1 was killed by SIGKILL"])
 
 
+def test_a_rank_that_exits_without_an_error_is_named(tmp_path):
+    status, lines = run(tmp_path, "exit", 1)
+    assert (status, lines) == (1, ["lightning-rl: error: rank 1 ended with exit code 3"])
+
+
 @pytest.mark.slow
 def test_a_first_rank_that_is_killed_ends_the_others(tmp_path):
     status, lines = run(tmp_path, "kill", 0)
