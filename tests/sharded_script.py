@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_rl import IMPALA, PPO, RND, VMPO, PolicyExport
@@ -53,13 +54,24 @@ def make(case: str, **more: Any) -> tuple[OnPolicyAlgorithm, Any]:
     return algorithm(data.observation_space, data.action_space, **merged(small, options, more)), data
 
 
+class SeesOptimizers(Callback):
+    """Needs the optimizers when training starts, as `LearningRateMonitor` does."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        assert trainer.optimizers == [x.optimizer for x in pl_module.steps.all_optimizers] != []
+
+
 def train(case: str, trainer_options: dict[str, Any], num_epochs: int = 1, ckpt_path: Path | None = None, **more: Any):
     """Return what a run ends with, and its model, data and Trainer."""
     model, data = make(case, **more)
     recorder = Recorder()
     precision = precision_options(CASES[case][2])
     trainer = make_trainer(
-        callbacks=[recorder], max_epochs=num_epochs, limit_val_batches=1, **precision, **trainer_options
+        callbacks=[SeesOptimizers(), recorder],
+        max_epochs=num_epochs,
+        limit_val_batches=1,
+        **precision,
+        **trainer_options,
     )
     trainer.fit(model, data, ckpt_path=ckpt_path)
     end = {

@@ -36,7 +36,7 @@ from lightning_rl.options import (
 from lightning_rl.policies.actor_critic import POLICY_OPTIONS, ActorCritic, PolicyConfig, PolicyOptions, copy_to_cpu
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.interface import act
-from lightning_rl.policies.sharding import copy_whole, shard
+from lightning_rl.policies.sharding import copy_whole, leave_optimizers_to_module, shard
 from lightning_rl.policies.values import on_rows
 from lightning_rl.rollouts.batch import Batch, set_global_weights
 from lightning_rl.rollouts.replay import Replay
@@ -161,7 +161,6 @@ class OnPolicyAlgorithm(LightningModule):
         self.not_in_checkpoints: set[str] = set()
         self.skipped_updates, self.updating = 0, False
         self.acting_copies: list[nn.Module] = []  # in a list, which hides it from checkpoints
-        self.unloaded: list[Any] = []  # optimizers, until a checkpoint is loaded with sharded parameters
         self.hooks_run: set[str] = set()  # a subclass may override them without super()
         self.restored: dict[str, Any] = {}
         self._set_learning_rates(learning_rate)
@@ -569,6 +568,7 @@ class OnPolicyAlgorithm(LightningModule):
     def configure_model(self) -> None:
         if self.device_mesh is not None and not self.acting_copies:
             self.acting_copies = [shard(self.policy, self.device_mesh["data_parallel"])]
+            leave_optimizers_to_module(self.trainer.strategy)
 
     def setup(self, stage: str) -> None:
         self.hooks_run.add("setup")
@@ -609,8 +609,6 @@ class OnPolicyAlgorithm(LightningModule):
 
     def on_fit_start(self) -> None:
         self.hooks_run.add("on_fit_start")
-        if self.acting_copies:  # `ModelParallelStrategy` would load their states by the order of the model's parameters
-            self.unloaded, self.trainer.strategy.optimizers = self.trainer.strategy.optimizers, []
         data, name = self.trainer.datamodule, type(self).__name__  # type: ignore[attr-defined]
         expected = "a parameter with requires_grad; model.unfreeze() sets it for all"
         check(any(x.requires_grad for x in self.parameters()), "model", f"{name}, frozen", expected)
@@ -625,8 +623,6 @@ class OnPolicyAlgorithm(LightningModule):
 
     def on_train_start(self) -> None:
         self.hooks_run.add("on_train_start")
-        if self.acting_copies:
-            self.trainer.strategy.optimizers, self.unloaded = self.unloaded, []
         _update_acting_policy(self)
         restore_this_rank(self, self.restored.get("ranks", []))
         made = sum(bool(x.param_groups) for x in self.steps.all_optimizers) // self.steps.num_sets

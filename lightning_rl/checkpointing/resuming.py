@@ -66,7 +66,7 @@ def take_over(checkpoint: dict[str, Any], module: Any) -> None:  # an algorithm
     adopt_settings(checkpoint, module)
     _follow_moved_folder(checkpoint.get("callbacks", {}), trainer)
     if module.acting_copies:
-        for stored, optimizer in zip(checkpoint["optimizer_states"], module.unloaded, strict=False):
+        for stored, optimizer in zip(checkpoint["optimizer_states"], trainer.optimizers, strict=False):
             load_optimizer(optimizer, stored)
     module.skipped_updates = state["skipped_updates"]
     clock.env_steps_before_epochs, clock.epoch_size = state["env_steps_before_epochs"], state["epoch_size"]

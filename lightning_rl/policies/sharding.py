@@ -61,6 +61,20 @@ def copy_whole(policy: nn.Module, target: nn.Module) -> None:
         own.copy_(whole(source))
 
 
+def leave_optimizers_to_module(strategy: Any) -> None:
+    """Keep a `ModelParallelStrategy` from loading optimizers: it expects a state of each parameter, in model order."""
+    load_all = strategy.load_checkpoint
+
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        optimizers, strategy.optimizers = strategy.optimizers, []
+        try:
+            return load_all(*args, **kwargs)
+        finally:
+            strategy.optimizers = optimizers
+
+    strategy.load_checkpoint = load_checkpoint
+
+
 def load_optimizer(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
     """Load a state with whole tensors by the order of its parameters; any parameter may lack one. A collective call."""
     from torch.distributed.tensor import distribute_tensor
