@@ -200,17 +200,16 @@ class OnPolicyCLI(LightningCLI):
         """Refuse to resume with other settings than at the last start of the run, unless the user confirms them."""
         path = Path(self._option("ckpt_path"))
         run = run_folders.folder_around(path)
-        last = [] if run is None else run_folders.configurations(run)[-1:]
-        if not (self._fits and last):
+        starts = [] if run is None else run_folders.configurations(run)
+        if not (self._fits and starts):
             return
-        before, seed = read_yaml(last[0], "config") or {}, self._option("seed_everything")
-        if before.get("seed_everything") != seed:
-            effect = "the episodes and random generators of the run continue, so this is not a run with another seed"
-            say(f"Resuming with seed_everything={seed} (before: {before.get('seed_everything')}): {effect}")
+        first, before = (read_yaml(starts[at], "config") or {} for at in (0, -1))
+        if (kept := first.get("seed_everything")) != (seed := self._option("seed_everything")):
+            say(f"Resuming with seed_everything={kept} of the run, not {seed}: its episodes and generators continue")
         if self._option("resume_changes") == "refuse" and (changed := changes(before, self.config_dump)):
             lines = ["ckpt_path: the settings differ from the last start of the run:", *changed]
             limit = "" if (steps := self._option("max_env_steps")) is None else f" --max_env_steps {steps}"
-            command = f"lightning-rl fit --config {relative(last[0])} --ckpt_path {relative(path)}{limit}"
+            command = f"lightning-rl fit --config {relative(starts[-1])} --ckpt_path {relative(path)}{limit}"
             lines += [f"without the changes: {command}"]
             lines += [f"with the changes: lightning-rl {shlex.join(CommandParser.given)} --resume_changes allow"]
             raise ConfigurationError("\n  ".join(lines))

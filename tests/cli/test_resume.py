@@ -270,9 +270,9 @@ def test_other_settings_of_a_resumed_run_need_to_be_confirmed(capsys):
 
 
 def test_a_resumed_run_says_that_another_seed_starts_no_other_run(capsys):
-    for seed, said in ((3, False), (4, True)):
+    for seed, said in ((3, False), (4, True), (3, False)):
         main(["fit", *SMALL, "--max_env_steps=64", f"--seed_everything={seed}", "--ckpt_path=last"])
-        assert ("Resuming with seed_everything=4 (before: 3): " in capsys.readouterr().out) is said
+        assert ("Resuming with seed_everything=3 of the run, not 4" in capsys.readouterr().out) is said
 
 
 def test_each_start_keeps_its_configuration_and_plot_says_that_a_run_changed(capsys):
