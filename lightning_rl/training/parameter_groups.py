@@ -83,7 +83,7 @@ def split_parameters(
         if getattr(policy, "critic_encoder", policy) is None or len(critics) == len(named):
             raise ConfigurationError(
                 "optimizer.critic is set, but actor and critic share parameters: expected separate encoders "
-                "(policy.shared_encoder=false)"
+                "(policy.shared_encoder=false; of PPG, architecture=dual)"
             )
         check_critic(policy, "optimizer.critic", True)
     belongs = {name: next((p for p in groups if _fits(name, p)), None) for name in named}
