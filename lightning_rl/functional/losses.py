@@ -190,6 +190,8 @@ def explained_variance(predictions: Tensor, targets: Tensor, weights: Tensor | N
     dtype = computation_dtype(predictions, targets)
     check.same_shape(targets=targets, predictions=predictions)
     targets = targets.to(dtype)
+    if not targets.numel():  # a rollout that only resets; PyTorch would warn about the variance
+        return targets.new_tensor(torch.nan)
     if weights is None:
         both = torch.stack([targets - predictions, targets]).view(2, -1)
         # As in `normalize_rows`.

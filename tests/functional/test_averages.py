@@ -33,6 +33,12 @@ def test_explained_variance_of_constant_targets_is_nan(constant: float) -> None:
     assert explained_variance(torch.zeros(0), torch.zeros(0)).isnan()
 
 
+@pytest.mark.filterwarnings("error")
+def test_explained_variance_of_no_entries_is_nan_without_a_warning() -> None:
+    for weights in (None, torch.zeros(0)):
+        assert explained_variance(torch.zeros(0), torch.zeros(0), weights).isnan()
+
+
 def test_explained_variance_ignores_masked_entries() -> None:
     predictions, targets, weights = randn(20), randn(20, seed=1), (torch.arange(20) % 3 > 0).double()
     expected = explained_variance(predictions[weights > 0], targets[weights > 0])
