@@ -153,7 +153,7 @@ class RecordedEpisodes(RolloutDataModule):
             _check_observations(self.observation_space, seen, observations)
             taken = map_stacked(np.concatenate, [episode.actions for episode in found])
             actions = _actions_of_space(self.action_space, taken)
-            first = map_leaves(lambda x: x[0], observations)
+            first = map_leaves(lambda x: x[0, ...], observations)  # an array also of a scalar, or Gymnasium warns
             fits = self.observation_space.contains(first)
             check(fits, "episodes: observations", first, f"observations in {self.observation_space}")
         except ConfigurationError:

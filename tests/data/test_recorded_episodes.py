@@ -321,3 +321,12 @@ def test_options_that_have_no_meaning_are_refused(name, options):
     space = data.action_space if name != "policy.action_distribution" else spaces.Box(-1, 1, (2,), np.float32)
     with pytest.raises(ConfigurationError, match=name):
         BehaviourCloning(data.observation_space, space, **options)
+
+
+@pytest.mark.filterwarnings("error:.*Casting input x")
+def test_episodes_with_scalar_observations_are_read_without_a_warning():
+    seen = {"observations": np.zeros(2, np.float32), "actions": np.zeros(1, int), "rewards": np.ones(1)}
+    episode = Episode(episode_return=1.0, length=1, terminated=True, **seen)
+    scalar = {"observation_space": spaces.Box(-1, 1, (), np.float32)}
+    data = RecordedEpisodes("tests.probes:Probe/Space-v0", episodes=[episode], env={"kwargs": scalar})
+    assert data.observation_space.shape == ()
