@@ -148,7 +148,8 @@ def tensor_conversion(space: spaces.Space[Any], device: torch.device) -> Callabl
         if is_continuous(leaf):
             low, high = (torch.from_numpy(bound).to(device) for bound in (leaf.low, leaf.high))
             return lambda x: x.to(device, dtype).reshape(-1, *leaf.shape).clamp(low, high)
-        start = torch.as_tensor(_first_choice(leaf)).to(device)
+        # int64, since PyTorch does not add unsigned types to it; the cast wraps around.
+        start = torch.from_numpy(np.asarray(_first_choice(leaf)).astype(np.int64)).to(device)
         return lambda x: (x.to(device).reshape(-1, *leaf.shape) + start).to(dtype)
 
     conversions = map_space(conversion, space)

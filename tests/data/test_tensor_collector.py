@@ -259,6 +259,8 @@ def test_environments_that_return_arrays_are_refused():
         (spaces.MultiBinary(2), torch.tensor([[0, 1], [1, 1]], dtype=torch.int8)),
         (spaces.Box(-1, np.array([0.5, np.inf], np.float32), (2,)), torch.tensor([[-2.0, 7.0], [0.7, 0.1]])),
         (spaces.Box(3, 5, (1, 2), np.uint8), torch.tensor([[0, 2], [1, 1]])),
+        (spaces.Box(65000, 65002, (2,), np.uint16), torch.tensor([[0, 2], [1, 1]])),
+        (spaces.Box(2**64 - 3, 2**64 - 1, (2,), np.uint64), torch.tensor([[0, 2], [1, 1]])),
         (spaces.Box(-1, 1, (), np.float64), torch.tensor([[-2.0], [0.5]])),
     ],
 )
