@@ -260,7 +260,7 @@ class GTrXL(nn.Module):
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs `[T, B, hidden]` of T steps `[T, B, f]`, and the state `[B, layers, size]` after them."""
         x, states = self.encode(x).transpose(0, 1), []
-        slots_of_layers = state.reshape(*state.shape[:2], self.context_length, -1)
+        slots_of_layers = state.reshape(*state.shape[:2], self.context_length, self.state_size // self.context_length)
         for layer, slots in zip(self.layers, slots_of_layers.unbind(1), strict=True):
             slots = torch.cat([slots, torch.cat([x, torch.ones_like(x[..., :1])], -1)], 1)  # [B, L + T, hidden + 1]
             states.append(slots[:, -self.context_length :].flatten(1))

@@ -287,6 +287,15 @@ def test_transformer_attends_to_the_last_steps_of_the_episode_alone():
     assert (steps.grad[:5] == 0).all() and (steps.grad[5:] != 0).any(-1).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows_give_no_actions(kind):
+    policy = make_policy(kind)
+    memory = policy.initial_memory(0)
+    output = policy.act(torch.zeros(0, 3), memory=memory)
+    assert [x.shape for x in leaves(output.memory)] == [x.shape for x in leaves(memory)]
+    assert output.action.shape == output.value.shape == policy.value(torch.zeros(0, 3), memory).shape == (0,)
+
+
 def test_minimal_gru_is_the_recurrence_of_its_paper():
     core = make_core(3, MemoryOptions("mingru", hidden_size=2))
     x, before = torch.randn(4, 3), torch.randn(4, 1, 2)
