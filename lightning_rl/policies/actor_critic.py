@@ -343,6 +343,7 @@ def _dict_paths(space: spaces.Space[Any], path: str = "") -> Iterator[str]:
 
 def _network_of_actor(network: Network, actor_space: spaces.Space[Any], space: spaces.Space[Any]) -> Network:
     """Remove the encoders of leaves that only the critic sees; unknown paths stay, so that `make_encoder` raises."""
+    network = name_image_networks(space, network)  # the actor may have no image for `nature` or `impala`
     if not is_by_path(network):
         return network
     hidden = space_leaves(space).keys() - space_leaves(actor_space).keys()

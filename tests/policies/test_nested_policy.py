@@ -146,6 +146,14 @@ def test_custom_actor_encoder_gets_no_critic_only_parts():
     assert (policy.critic_encoder.keys, policy.critic_encoder.seen) == (["joints", "robot"], {("joints", "robot")})
 
 
+@pytest.mark.parametrize("network", ["auto", "impala", {"camera": "impala"}])
+def test_network_of_images_suits_an_image_of_the_critic_alone(network):
+    space = spaces.Dict({"camera": spaces.Box(0, 255, (12, 12, 3), np.uint8), "joints": ROBOT["joints"]})
+    policy = ActorCritic(space, DISCRETE, critic_only=["camera"], network=network)
+    assert isinstance(policy.critic_encoder.encoders[":camera"], ImpalaEncoder)
+    assert not len(policy.actor_encoder.encoders)
+
+
 def test_leaf_encoder_of_a_critic_only_part_belongs_to_the_critic():
     network = {"robot.mass": f"{__name__}.Mean", "joints": "mlp"}
     policy = ActorCritic(ROBOT, DISCRETE, critic_only=["robot"], network=network)
