@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.masks import num_choices
-from lightning_rl.nested import Nested, map_stacked, part_at, without
+from lightning_rl.nested import Nested, map_stacked, part_at, space_leaves, without
 from lightning_rl.policies.actor_critic import ActorCritic, PolicyConfig, PolicyOptions
 from lightning_rl.policies.distributions import Distribution, make_action_head
-from lightning_rl.policies.networks.make import make_encoder
+from lightning_rl.policies.networks.make import Network, is_by_path, make_encoder, name_image_networks
 from lightning_rl.policies.networks.mlp import HeadLinear
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.config import (
@@ -39,15 +39,22 @@ class EncoderPerAgent(nn.Module):
 
     Args:
         space: Observations with the part `agent`, also in stacked frames.
-        **options: Arguments of `make_encoder`.
+        network: As in `make_encoder`, also for leaves that are not in the space, if they are `hidden`.
+        hidden: Paths of the leaves that only the critic sees.
+        **options: Further arguments of `make_encoder`.
     """
 
-    def __init__(self, space: spaces.Dict, **options: Any) -> None:
+    def __init__(
+        self, space: spaces.Dict, network: Network = "auto", hidden: Sequence[str] = (), **options: Any
+    ) -> None:
         super().__init__()
         self.num_agents = num_choices(space["agent"])[-1]
         self._is_stacked = isinstance(space["agent"], spaces.MultiDiscrete)
         own = without(space, ["agent"])
-        self.encoders = nn.ModuleList(make_encoder(own, **options) for _ in range(self.num_agents))
+        if is_by_path(network):
+            seen = space_leaves(own)
+            network = {path: one for path, one in network.items() if path in seen or path not in hidden}
+        self.encoders = nn.ModuleList(make_encoder(own, network, **options) for _ in range(self.num_agents))
         self.width = int(self.encoders[0].out_features)  # type: ignore[arg-type]
         self.out_features = self.num_agents * (self.width + 1)
 
@@ -91,6 +98,10 @@ class SeparateActorCritics(ActorCritic):
     def __init__(self, space: spaces.Dict, action_space: spaces.Space[Any], **options: Any) -> None:
         check(options["memory"] is None, "policy.memory", options["memory"], "None with share_policy=False")
         arguments = {name: options.pop(name) for name in _ENCODER_OPTIONS}
+        # By the names of images here: the encoder of an agent may get no images, or normalized ones.
+        arguments["network"] = name_image_networks(space, arguments["network"])
+        seen = space_leaves(without(space, options["critic_only"]))
+        arguments["hidden"] = [path for path in space_leaves(space) if path not in seen]
         network: Any = {"class_path": f"{__name__}.EncoderPerAgent", "init_args": arguments}
         super().__init__(space, action_space, network=network, **options)
         encoder: Any = self.actor_encoder

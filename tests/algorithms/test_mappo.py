@@ -11,6 +11,7 @@ from lightning_rl.environments.pettingzoo import ParallelEnvVector
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import without
 from lightning_rl.policies.actor_critic import PolicyConfig
+from lightning_rl.policies.networks.images import ImpalaEncoder
 from lightning_rl.spaces import sampled_observations
 from lightning_rl.tools.export import DeployedPolicy, export_program
 from lightning_rl.validation import ConfigurationError
@@ -94,6 +95,18 @@ def test_critic_sees_the_state_and_the_actor_does_not(share_policy, observe):
     (one, value), (two, other_value) = policy(rows), policy(other)
     assert torch.equal(one.logits, two.logits) and (value - other_value).abs().max() > 1e-3
     assert torch.equal(policy.act(without(rows, ["state"]), deterministic=True).action, one.mode())
+
+
+@pytest.mark.parametrize("share_policy", [True, False])
+@pytest.mark.parametrize("observe", [{"images": True}, False])
+@pytest.mark.parametrize("network", ["auto", "impala", {"state": "impala"}])
+def test_state_that_is_an_image_has_the_network_of_images(share_policy, observe, network):
+    space = spaces.Dict({**SPACE.spaces, "state": spaces.Box(0, 255, (8, 8, 3), np.uint8)})
+    options = {"policy": {"network": network}, "normalization": {"observations": observe}}
+    policy = make_mappo(space, share_policy=share_policy, **options).policy
+    encoder = policy.critic_encoder if share_policy else policy.critic_encoder.encoders[1]
+    assert isinstance(encoder.encoders[":state"], ImpalaEncoder)
+    assert policy(observed(space))[1].shape == (6,)
 
 
 def test_agents_of_a_shared_policy_are_told_apart():
