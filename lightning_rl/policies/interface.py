@@ -13,7 +13,17 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.masks import is_continuous
-from lightning_rl.nested import Nested, map_leaves, map_paths, map_space, part_at, space_leaves, without
+from lightning_rl.nested import (
+    Nested,
+    leaves,
+    map_leaves,
+    map_paths,
+    map_space,
+    nested_paths,
+    part_at,
+    space_leaves,
+    without,
+)
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.recurrent import MemoryOptions, reset_memory
 from lightning_rl.rollouts.sequences import Sequences
@@ -179,7 +189,12 @@ def act(
     """Return the action for one observation `[*shape]`, or actions for several; see `OnPolicyAlgorithm.act`."""
     space, parameter = acting_space(policy, observation_space), next(policy.parameters())
     shapes = {path: tuple(leaf.shape or ()) for path, leaf in space_leaves(space).items()}
-    parts = {path: np.asarray(part_at(observation, path)) for path in shapes}
+    try:
+        parts = {path: np.asarray(part_at(observation, path)) for path in shapes}
+    except (LookupError, TypeError):
+        nested = isinstance(observation, dict | tuple)
+        given = ", ".join(leaves(nested_paths(observation))) if nested else type(observation).__name__
+        check(False, "observation: parts", given, f"dicts and tuples with {', '.join(shapes)}")
     found = {path: part.shape for path, part in parts.items()}
     first, shape = next(iter(shapes.items()))
     leading = found[first][: max(0, len(found[first]) - len(shape))]  # the number of rows; () for one observation

@@ -72,6 +72,15 @@ def test_act_raises_on_wrong_shapes_and_unused_memory():
         PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (4,)}).act(np.zeros(3), memory={})
 
 
+@pytest.mark.parametrize(
+    ("observation", "given"), [({"place": np.zeros(3)}, "place"), (np.zeros(3), "ndarray"), ([0.0], "list")]
+)
+def test_act_names_the_parts_of_an_observation_that_lacks_some(observation, given):
+    message = f"observation: parts='{given}' is not valid: expected dicts and tuples with action_mask, place"
+    with pytest.raises(ConfigurationError, match=message):
+        make("masks").act(observation)
+
+
 def test_act_accepts_python_numbers():
     space = spaces.Dict({"cell": spaces.Discrete(4), "action_mask": ActionMask((3,))})
     torch.manual_seed(0)
