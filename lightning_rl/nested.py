@@ -94,10 +94,14 @@ def part_at(x: Nested, path: str) -> Any:
 
 
 def without(x: Nested, paths: Collection[str], path: str = "") -> Nested:
-    """Return a nested dict, or a `Dict` space, without the parts at some paths; the paths must not enter tuples."""
-    if not isinstance(x, dict | spaces.Dict):
+    """Return a nested dict, or a `Dict` space, without the parts at some paths, which must not enter tuples.
+
+    Inner dicts without any part left are removed too: a space must not be empty.
+    """
+    if not isinstance(x, _DICTS):
         return x
-    kept = {k: without(part, paths, join(path, k)) for k, part in x.items() if join(path, k) not in paths}
+    parts = {k: without(part, paths, join(path, k)) for k, part in x.items() if join(path, k) not in paths}
+    kept = {k: part for k, part in parts.items() if not isinstance(part, _DICTS) or len(part)}
     return kept if isinstance(x, dict) else spaces.Dict(kept)
 
 

@@ -90,3 +90,5 @@ def test_without_removes_parts_of_dicts_and_spaces():
         {"a": spaces.Dict({"c": spaces.Discrete(3)}), "d": spaces.Discrete(4)}
     )
     assert without((0, 1), ["0"]) == (0, 1)
+    assert without(x, ["a.b", "a.c"]) == {"d": 2}
+    assert list(without(space, [f"a.{key}" for key in space["a"]])) == [key for key in space if key != "a"]

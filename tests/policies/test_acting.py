@@ -1,5 +1,7 @@
 """`model.act`: actions for one or several environments."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from gymnasium import spaces
 from lightning_rl import PPO
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import leaves, map_leaves
+from lightning_rl.tools.export import export_policy
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import DISCRETE, VECTOR
 from tests.tools.test_export import act, inputs, make, observations
@@ -33,6 +36,13 @@ def test_critic_only_parts_are_optional_in_act():
     needed = {name: part for name, part in everything.items() if name != "camera"}
     for one, other in zip(leaves(model.act(everything)), leaves(model.act(needed)), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_policy_whose_critic_alone_sees_each_entry_of_a_part_is_exported(tmp_path):
+    space = spaces.Dict({"goal": spaces.Dict({"mass": VECTOR}), "place": VECTOR})
+    model = PPO(space, DISCRETE, policy={"hidden_sizes": (4,), "critic_only": ["goal.mass"]})
+    about = json.loads((export_policy(model, tmp_path / "policy") / "policy.json").read_text())
+    assert list(about["observations"]) == ["place"]
 
 
 def test_act_passes_memory_between_steps_and_resets_it_at_episode_starts():
