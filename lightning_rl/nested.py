@@ -94,10 +94,7 @@ def part_at(x: Nested, path: str) -> Any:
 
 
 def without(x: Nested, paths: Collection[str], path: str = "") -> Nested:
-    """Return a nested dict, or a `Dict` space, without the parts at some paths, which must not enter tuples.
-
-    Inner dicts without any part left are removed too: a space must not be empty.
-    """
+    """Return a nested dict or `Dict` space without the parts at some paths, not in tuples, and without empty dicts."""
     if not isinstance(x, _DICTS):
         return x
     parts = {k: without(part, paths, join(path, k)) for k, part in x.items() if join(path, k) not in paths}
