@@ -38,8 +38,9 @@ INTRODUCTION = f"""# Results
 ![Scores between random actions and the published scores](figures/results.svg)
 
 0 is the score of random actions and 1 the published score. Points are means over seeds, and lines 95 % bootstrap
-intervals of the mean. The row at the top is the interquartile mean over all seeds and tasks, with a stratified
-bootstrap interval.
+intervals of the mean. The row at the top is the interquartile mean over all seeds and tasks of the figure, with a
+stratified bootstrap interval. The figure leaves out rows with fewer than three seeds, rows with "more steps", and rows
+whose published score is not above random actions.
 
 Each row of the table compares scores of the same kind. A published maximum over training is compared with the best
 evaluation of each run, or with its best logged training returns if the maximum is one of training returns. Published
@@ -51,7 +52,7 @@ published mean before they are compared. In the last column:
 * **matches**: the interval contains the published mean, and the mean here is at least 90 % of the published mean
 * **below**: everything else
 * "one run": the source trained a single agent, so its score says little about another seed
-* "more steps": trained for more environment steps than the published run
+* "more steps": trained for over 5 % more environment steps than the published run
 
 """
 ENDING = """
