@@ -102,9 +102,7 @@ def main() -> None:
         runner.register_observer(Ticks())
         runner.init()
         runner.run()
-    run.report(
-        "sample_factory", version("sample-factory"), EPISODE_RETURNS, note="advantages normalised over the rollout"
-    )
+    run.report("sample_factory", version("sample-factory"), EPISODE_RETURNS)
 
 
 # What the spaces are it finds out in a process of its own, which imports this file.
