@@ -88,8 +88,9 @@ class ObservationNormalizer(nn.Module):
         """Normalize observations `[..., *shape]`, in at least float32."""
         dtype = torch.float64 if observations.dtype == torch.float64 else torch.float32
         mean, scale = self.moments.mean.to(dtype), self.moments.scale(self.epsilon).to(dtype)
-        # Not a difference, which PyTorch refuses for booleans.
-        return (observations + -mean).mul_(scale).clamp_(-self.clip, self.clip)
+        if observations.dtype is torch.bool:  # PyTorch refuses a difference
+            observations = observations.to(dtype)
+        return (observations - mean).mul_(scale).clamp_(-self.clip, self.clip)
 
     def update(self, observations: Tensor) -> None:
         self.moments.update(observations)
