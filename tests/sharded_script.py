@@ -99,7 +99,7 @@ def resume(folder: Path) -> dict[str, Any]:
     found["by_ddp"] = train("ppo", DDP, 2, path)[0]["parameters"]
     train("ppo", DDP, 1)[3].save_checkpoint(path)
     found["from_ddp"] = train("ppo", sharded(), 2, path)[0]["parameters"]
-    # Optimizers with parameters that have no state yet, or in another order than those of the model.
+    # Optimizers with parameters that have no state yet, or in another order than the parameters of the model.
     critic = {"critic": {"learning_rate": 1e-3}}
     for name, options, more in (("warming_up", sharded, {"critic_warmup_steps": 192}), ("two", lambda: DDP, critic)):
         train("ppo", options(), 1, optimizer=more)[3].save_checkpoint(path)

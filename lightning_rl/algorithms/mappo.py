@@ -10,11 +10,11 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.algorithms.ppo import PPO
-from lightning_rl.masks import num_choices
-from lightning_rl.nested import Nested, map_stacked, part_at, space_leaves, without
-from lightning_rl.policies.actor_critic import ActorCritic, PolicyConfig, PolicyOptions
+from lightning_rl.masks import find_masks, num_choices
+from lightning_rl.nested import Nested, map_stacked, part_at, without
+from lightning_rl.policies.actor_critic import ActorCritic, PolicyConfig, PolicyOptions, network_of_part
 from lightning_rl.policies.distributions import Distribution, make_action_head
-from lightning_rl.policies.networks.make import Network, is_by_path, make_encoder, name_image_networks
+from lightning_rl.policies.networks.make import Network, make_encoder
 from lightning_rl.policies.networks.mlp import HeadLinear
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.config import (
@@ -39,21 +39,17 @@ class EncoderPerAgent(nn.Module):
 
     Args:
         space: Observations with the part `agent`, also in stacked frames.
-        network: As in `make_encoder`, also for leaves that are not in the space, if they are `hidden`.
-        hidden: Paths of the leaves that only the critic sees.
+        whole: Observations of the critic, which may have more leaves; their images are not normalized.
+        network: As in `make_encoder`, for the leaves of `whole`.
         **options: Further arguments of `make_encoder`.
     """
 
-    def __init__(
-        self, space: spaces.Dict, network: Network = "auto", hidden: Sequence[str] = (), **options: Any
-    ) -> None:
+    def __init__(self, space: spaces.Dict, whole: spaces.Dict, network: Network, **options: Any) -> None:
         super().__init__()
         self.num_agents = num_choices(space["agent"])[-1]
         self._is_stacked = isinstance(space["agent"], spaces.MultiDiscrete)
         own = without(space, ["agent"])
-        if is_by_path(network):
-            seen = space_leaves(own)
-            network = {path: one for path, one in network.items() if path in seen or path not in hidden}
+        network = network_of_part(network, own, without(whole, ["agent"]))
         self.encoders = nn.ModuleList(make_encoder(own, network, **options) for _ in range(self.num_agents))
         self.width = int(self.encoders[0].out_features)  # type: ignore[arg-type]
         self.out_features = self.num_agents * (self.width + 1)
@@ -98,15 +94,13 @@ class SeparateActorCritics(ActorCritic):
     def __init__(self, space: spaces.Dict, action_space: spaces.Space[Any], **options: Any) -> None:
         check(options["memory"] is None, "policy.memory", options["memory"], "None with share_policy=False")
         arguments = {name: options.pop(name) for name in _ENCODER_OPTIONS}
-        # By the names of images here: the encoder of an agent may get no images, or normalized ones.
-        arguments["network"] = name_image_networks(space, arguments["network"])
-        seen = space_leaves(without(space, options["critic_only"]))
-        arguments["hidden"] = [path for path in space_leaves(space) if path not in seen]
+        mask_path = find_masks(space)
+        arguments["whole"] = space if mask_path is None else without(space, [mask_path])
         network: Any = {"class_path": f"{__name__}.EncoderPerAgent", "init_args": arguments}
         super().__init__(space, action_space, network=network, **options)
         encoder: Any = self.actor_encoder
         head_options = (options["initial_log_std"], options["action_distribution"])
-        mask_space = None if self._mask_path is None else part_at(space, self._mask_path)
+        mask_space = None if mask_path is None else part_at(space, mask_path)
         heads = [make_action_head(action_space, encoder.width, *head_options, mask_space) for _ in encoder.encoders]
         self.action_head = HeadPerAgent(heads)
         self.value_head.bias.requires_grad_(False)  # shared by all agents; the 1 in the features takes its place

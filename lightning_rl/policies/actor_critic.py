@@ -123,7 +123,7 @@ class ActorCritic(nn.Module):
         has_images = any(map(is_image, space_leaves(observation_space).values()))
         shared = has_images and not self.critic_only if config.shared_encoder is None else config.shared_encoder
         mlp = (config.hidden_sizes, config.activation, config.discrete_encoding)
-        actor_network = _network_of_actor(network, actor_space, encoded_space)
+        actor_network = network_of_part(network, actor_space, encoded_space)
         self.actor_encoder = make_encoder(actor_space, actor_network, *mlp)
         self.critic_encoder = None if shared else make_encoder(encoded_space, network, *mlp)
         width = value_width = int(self.actor_encoder.out_features)  # type: ignore[arg-type]
@@ -341,12 +341,12 @@ def _dict_paths(space: spaces.Space[Any], path: str = "") -> Iterator[str]:
             yield from _dict_paths(part, join(path, key))
 
 
-def _network_of_actor(network: Network, actor_space: spaces.Space[Any], space: spaces.Space[Any]) -> Network:
-    """Remove the encoders of leaves that only the critic sees; unknown paths stay, so that `make_encoder` raises."""
-    network = name_image_networks(space, network)  # the actor may have no image for `nature` or `impala`
+def network_of_part(network: Network, part: spaces.Space[Any], space: spaces.Space[Any]) -> Network:
+    """Remove the encoders of leaves that are not in `part`; unknown paths stay, so that `make_encoder` raises."""
+    network = name_image_networks(space, network)  # the part may have no image for `nature` or `impala`
     if not is_by_path(network):
         return network
-    hidden = space_leaves(space).keys() - space_leaves(actor_space).keys()
+    hidden = space_leaves(space).keys() - space_leaves(part).keys()
     return {path: one for path, one in network.items() if path not in hidden}
 
 
