@@ -286,6 +286,8 @@ class OnPolicyAlgorithm(LightningModule):
 
     def descend(self, loss: Callable[[Any], Loss], batch: Any) -> None:  # what the loss takes
         """Take one gradient step on a loss, unless the updates are stopped or loss or gradient are not finite."""
+        if isinstance(batch, Rollout):
+            raise TypeError("descend got a Rollout: expected rows, self.descend(self.loss, self.batch(rollout))")
         self.steps.take(loss, batch)
 
     def new_loss(self, batch: Batch) -> Loss:

@@ -247,6 +247,11 @@ class OnRollout(Reinforce):
         list(self.minibatches(rollout))
 
 
+class DescendOnRollout(Reinforce):
+    def update(self, rollout: Any) -> None:
+        self.descend(self.loss, rollout)
+
+
 class LossNotMethod(Reinforce):
     def update(self, rollout: Any) -> None:
         for minibatch in self.minibatches(self.batch(rollout)):
@@ -265,6 +270,10 @@ class ScheduledFirst(Reinforce):
         (OnObservations, r"actor_critic got observations: expected the batch, self\.actor_critic\(batch\)"),
         (WithoutPolicy, r"loss does not depend on the policy: expected terms of self\.actor_critic\(batch\)"),
         (OnRollout, r"minibatches got a Rollout: expected self\.minibatches\(self\.batch\(rollout\)"),
+        (
+            DescendOnRollout,
+            r"descend got a Rollout: expected rows, self\.descend\(self\.loss, self\.batch\(rollout\)\)",
+        ),
         (LossNotMethod, r"descend got a Loss: expected a method: descend\(self\.loss, batch\)"),
         (ScheduledFirst, r"scheduled\('temperature', \.\.\.\) needs the base class: call super\(\).__init__"),
     ],
