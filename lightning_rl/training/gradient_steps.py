@@ -351,10 +351,11 @@ class GradientSteps:
         # Only the first optimizer of an update `counts`: an update is one global step of Lightning.
         takes_step, raw = self.record.takes_step, optimizer.optimizer
         step: Callable[[], Any] = functools.partial(self.engine.step, self.model, optimizer, counts)
-        if not takes_step.is_cpu and raw.defaults.get("fused"):
+        fused, capturable = (not takes_step.is_cpu and raw.defaults.get(name) for name in ("fused", "capturable"))
+        if fused and takes_step.device.type != "mps":  # where `found_inf` was ignored until pytorch#186360
             raw.found_inf, raw.grad_scale = (~takes_step).float(), None  # type: ignore[attr-defined]
             step()
-        elif not takes_step.is_cpu and raw.defaults.get("capturable") and raw.state:
+        elif (fused or capturable) and raw.state:
             step_where(takes_step, raw, step)
         elif takes_step:
             step()
@@ -572,8 +573,8 @@ def scale_to_norm(gradients: list[Tensor], max_norm: float, norm: Tensor) -> Non
 def step_where(condition: Tensor, optimizer: Optimizer, step: Callable[[], Any]) -> None:
     """Step, then undo the step if `condition` is false; the device decides.
 
-    For capturable optimizers, which cannot skip a step; the state must exist already. Zeroing the gradient would not
-    help: Adam also moves along its moments.
+    For optimizers that cannot skip a step; the state must exist already. Zeroing the gradient would not help: Adam also
+    moves along its moments.
     """
     tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for state in optimizer.state.values():

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from lightning_rl import PPO
+from lightning_rl.fast import FastEngine
 from lightning_rl.training.gradient_steps import UpdateRecord
 from tests.helpers import DISCRETE, VECTOR, FixedRollouts, Recorder, make_trainer, parameters_of, random_rollout
 
@@ -127,3 +129,31 @@ def test_early_stop_is_logged_equally_if_the_host_does_not_wait(monkeypatch):
     assert steps_of_unaware == steps
     assert rows_of_unaware == rows
     assert all(torch.equal(value, unaware[name]) for name, value in parameters.items())
+
+
+class OnMPS(torch.Tensor):
+    """A flag that seems to be on a GPU of Apple."""
+
+    is_cpu, device = False, torch.device("mps")
+
+
+class IgnoresFoundInf(torch.optim.Adam):
+    """As fused optimizers on MPS do before https://github.com/pytorch/pytorch/pull/186360."""
+
+    def step(self, closure=None):
+        self.found_inf = None
+        return super().step(closure)
+
+
+def test_fused_optimizers_skip_steps_on_mps():
+    model = PPO(VECTOR, DISCRETE)
+    model.steps.engine = FastEngine()
+    optimizer = IgnoresFoundInf(model.policy.parameters(), lr=0.1, fused=True)
+    for parameter in model.policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for takes_step in (True, False, True):
+        before = parameters_of(model)
+        model.steps.record.is_open = torch.tensor(takes_step).as_subclass(OnMPS)
+        model.steps._step(LightningOptimizer(optimizer), counts=False)
+        assert all(torch.equal(x, before[name]) != takes_step for name, x in parameters_of(model).items())
+    assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
