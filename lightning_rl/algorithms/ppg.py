@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from gymnasium import spaces
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
@@ -279,7 +280,7 @@ class PPG(PPO):
         parts = [steps.ordered(some) for some in items.tensor_split(count)]
         set_global_weights(parts)
         for part in parts:
-            fields = map_leaves(self.to_device, self.kept.gather(part.addresses))
+            fields = move_data_to_device(self.kept.gather(part.addresses), self.device)
             sequences = self._on_device(part.sequences) if has_memory and part.sequences is not None else None
             yield part.addresses, Batch(fields, part.weight, sequences)
 
@@ -288,8 +289,8 @@ class PPG(PPO):
         if sequences.burn_in is not None:
             burn_in = self._on_device(sequences.burn_in)
             found = self.kept.gather(sequences.burn_in_observations)["observations"]
-            observations = map_leaves(self.to_device, found)
-        memory = map_leaves(self.to_device, sequences.memory)
+            observations = move_data_to_device(found, self.device)
+        memory = move_data_to_device(sequences.memory, self.device)
         return Sequences(sequences.lengths, sequences.starts, memory, burn_in, observations)
 
     @torch.no_grad()
@@ -310,6 +311,3 @@ class PPG(PPO):
             minibatch.weight = rows.weight
             total = total + minibatch.mean(self.divergence(minibatch, distribution))
         self.steps.observe(kl=total)
-
-    def to_device(self, x: Tensor) -> Tensor:
-        return x.to(self.device, non_blocking=True)

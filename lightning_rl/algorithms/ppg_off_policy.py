@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 
 from lightning_rl.algorithms.ppg import PPG
@@ -141,7 +142,8 @@ class OffPolicyPPG(PPG):
         kept = {name: x for name, x in samples.value.fields.items() if name in names}
         drop_unless_alike(self.kept, Layout((1, len(samples.value))), "the policy phase")
         self.kept.append(map_leaves(lambda x: x.unsqueeze(0), kept))
-        policy, value = (self._as_batch(map_leaves(self.to_device, x.fields)) for x in (samples.policy, samples.value))
+        on_device = move_data_to_device([samples.policy.fields, samples.value.fields], self.device)
+        policy, value = map(self._as_batch, on_device)
         self.steps.record.start_phase("")
         ages = {
             f"{name}_age": self.policy_version - x.versions.to(exact_dtype(self.device)).mean()

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_rl.nested import Nested, leaves, map_leaves
@@ -133,7 +134,7 @@ class Rollout(SimpleNamespace):
         stay = {"starts", "infos"} | ({"final_indices", "final_observations"} if is_xla else set())
         for name, value in self.tensors().items():
             if name not in stay:
-                setattr(self, name, map_leaves(lambda x: x.to(device, non_blocking=True), value))
+                setattr(self, name, move_data_to_device(value, device))
         return self
 
     def clone(self) -> Rollout:

@@ -102,6 +102,14 @@ def test_rollout_counts_real_steps_and_moves_to_devices():
     assert {rollout.rewards.device.type, rollout.final_observations.device.type} == {"meta"}
 
 
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_copies_finish_before_they_are_read(device, monkeypatch):
+    rollout, given = make_rollout().to("meta"), []  # a copy to these devices may be read too early if nothing blocks
+    monkeypatch.setattr(Tensor, "to", lambda x, device, non_blocking=False: given.append(non_blocking) or x)
+    rollout.to(device)
+    assert given and not any(given)
+
+
 @pytest.mark.parametrize("num_minibatches", [1, 2, 3, 10])
 def test_minibatches_partition_the_rows(num_minibatches):
     batch = make_batch()
