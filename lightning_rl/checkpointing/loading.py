@@ -78,8 +78,9 @@ def _construct(algorithm: type[Any], stored: dict[str, Any], changes: Mapping[st
 
 def _nearest_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
     """Return None to keep a tensor's device, or the storage on the CPU if this machine has no such device."""
-    found, kind = torch.accelerator.current_accelerator(check_available=True), location.partition(":")[0]
-    return None if kind == "cpu" or (found is not None and found.type == kind) else storage.cpu()  # type: ignore[no-untyped-call]
+    found, (kind, _, index) = torch.accelerator.current_accelerator(check_available=True), location.partition(":")
+    is_here = found is not None and found.type == kind and int(index or 0) < torch.accelerator.device_count()
+    return None if kind == "cpu" or is_here else storage.cpu()  # type: ignore[no-untyped-call]
 
 
 class WarmStart(NamedTuple):

@@ -167,6 +167,17 @@ def test_a_checkpoint_without_a_new_buffer_loads_unless_strict(tmp_path):
         WithBuffer.load_from_checkpoint(path)
 
 
+def test_tensors_of_a_gpu_that_this_machine_does_not_have_are_loaded_on_the_cpu(tmp_path, monkeypatch):
+    data = make_data()
+    model, trainer = make_model(data), make_trainer(enable_checkpointing=True)
+    trainer.fit(model, data)
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:1")
+    trainer.save_checkpoint(path := tmp_path / "model.ckpt")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert_equal_parameters(PPO.load_from_checkpoint(path), parameters_of(model))
+
+
 class Coefficient(PPO):
     def __init__(self, *args: Any, aux_coef: float = 0.5, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
