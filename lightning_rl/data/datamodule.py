@@ -195,7 +195,7 @@ class RolloutDataModule(LightningDataModule):
         others. An option that is missing, or that a checkpoint cannot hold, raises a `ConfigurationError`.
         """
         check(hparams_file is None, "hparams_file", hparams_file, "None; pass options as keyword arguments")
-        checkpoint = read_data(checkpoint_path, map_location, weights_only, "checkpoint_path")
+        checkpoint = read_data(checkpoint_path, map_location or "cpu", weights_only, "checkpoint_path")
         stored, state = (checkpoint.get(key, {}) for key in (cls.CHECKPOINT_HYPER_PARAMS_KEY, cls.__qualname__))
         if cls.__init__ is RolloutDataModule.__init__:
             named = f"{cls.__name__}.load_from_checkpoint"

@@ -475,6 +475,12 @@ def test_a_data_module_is_loaded_with_the_options_and_the_seed_of_its_run(in_tmp
         RolloutDataModule.load_from_checkpoint("run.ckpt", env=None)
 
 
+def test_a_data_module_of_a_run_on_a_gpu_is_loaded_without_a_gpu(in_tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+    save(data := make_data(rollout_length=4))
+    assert RolloutDataModule.load_from_checkpoint("run.ckpt").rollout_shape == data.rollout_shape
+
+
 def test_loggers_get_the_algorithm_its_options_and_those_of_the_data(in_tmp_path):
     data = make_data(rollout_length=4, env={"frame_stack": 2})
     trainer = make_trainer(logger=CSVLogger("."))
