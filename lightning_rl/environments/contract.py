@@ -46,7 +46,7 @@ _TENSOR = "lightning_rl/tensor"
 
 
 def to_tensors(value: Any, name: str) -> Any:
-    """Return a copy of nested plain values, arrays and tensors that a checkpoint can hold, for `to_arrays`.
+    """Return a copy on the CPU of nested plain values, arrays and tensors that a checkpoint can hold, for `to_arrays`.
 
     Other values raise a `ConfigurationError` with their place in `value`, which is called `name`.
     """
@@ -58,7 +58,7 @@ def to_tensors(value: Any, name: str) -> Any:
         with contextlib.suppress(TypeError, ValueError):  # text, objects and foreign byte orders have no tensor
             return torch.from_numpy(np.array(value))
     if isinstance(value, torch.Tensor):
-        return {_TENSOR: value.detach().clone()}
+        return {_TENSOR: value.detach().to("cpu", copy=True)}
     expected = "numbers, strings, arrays, tensors, or lists, tuples, sets or dicts of them, which checkpoints can hold"
     check(value is None or type(value) in (bool, int, float, complex, str, bytes), name, value, expected)
     return value

@@ -333,6 +333,14 @@ def test_a_run_resumes_bit_for_bit(tmp_path, memory, env):
         assert torch.equal(parameter, resumed[name]), name
 
 
+def test_state_of_environments_on_a_gpu_is_stored_on_the_cpu():
+    environments = TensorEnvironments(env := Reach(2), 0)
+    environments.reset()
+    env.state = env.state.to("meta")
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        environments.state_dict()
+
+
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP.value, AutoresetMode.DISABLED.value])
 def test_observed_masks_and_recurrent_policies_work_with_tensors(mode):
     """The environment raises if an action is invalid, in training and evaluation."""
