@@ -278,7 +278,7 @@ class PPG(PPO):
         items = order(steps.num_items).cpu()
         count = self.num_aux_minibatches or self.kept.capacity * self.num_minibatches_of(self.kept.shape)
         parts = [steps.ordered(some) for some in items.tensor_split(count)]
-        set_global_weights(parts)
+        set_global_weights(parts, self.device)
         for part in parts:
             fields = move_data_to_device(self.kept.gather(part.addresses), self.device)
             sequences = self._on_device(part.sequences) if has_memory and part.sequences is not None else None
@@ -304,7 +304,7 @@ class PPG(PPO):
         """Log the mean KL(old ‖ new) over the stored steps after the auxiliary phase."""
         addresses = self.kept.steps()
         rows = Batch({"addresses": addresses, **self.kept.gather(addresses, only="weights")})
-        set_global_weights([rows])
+        set_global_weights([rows], self.device)
         total = torch.zeros((), device=self.device)
         for _, minibatch in self._stored_minibatches(torch.arange):
             distribution, _ = self.actor_critic(minibatch)

@@ -155,10 +155,13 @@ class Batch:
         return Batch(fields, weight, sequences, self.counts_all_rows, self.is_normalized)
 
 
-def set_global_weights(parts: Sequence[Batch]) -> None:
-    """Set each weight so that `mean` is over the rows of all ranks, 0 if none counts; a collective call."""
+def set_global_weights(parts: Sequence[Batch], device: torch.device | None = None) -> None:
+    """Set each weight so that `mean` is over the rows of all ranks, 0 if none counts; a collective call.
+
+    `device` is the device of the rank, if the rows are stored elsewhere.
+    """
     if (ranks := world_size()) > 1:
-        for part, total in zip(parts, _totals(parts, [part.total_weight for part in parts]), strict=True):
+        for part, total in zip(parts, _totals(parts, [part.total_weight for part in parts], device), strict=True):
             part.weight = ranks / total if total else 0.0
 
 
@@ -169,9 +172,9 @@ def set_common_weight(parts: Sequence[Batch]) -> None:
         part.weight = world_size() / total if total else 0.0
 
 
-def _totals(parts: Sequence[Batch], own: Sequence[Tensor | float]) -> list[float]:
+def _totals(parts: Sequence[Batch], own: Sequence[Tensor | float], device: torch.device | None = None) -> list[float]:
     """Return the sums of this rank's numbers over all ranks."""
-    device = first_leaf(parts[0].fields).device
+    device = device or first_leaf(parts[0].fields).device
     totals = torch.tensor([float(x) for x in own], dtype=exact_dtype(device), device=device)
     return all_reduce(totals).tolist()
 

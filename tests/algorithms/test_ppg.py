@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rl import PPG, PPO, Batch, FailedUpdate, Rollout
+from lightning_rl.rollouts import batch
 from lightning_rl.training.loss import Loss
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.ppg_models import HEAD, PHASE, ROWS, SMALL, change, fit, make
@@ -338,3 +339,13 @@ def test_a_failed_auxiliary_phase_is_skipped_and_repeated(tmp_path: Path) -> Non
     assert_equal_parameters(failed.module, parameters_of(model))
     assert failed.replay()["head_loss"] == torch.inf
     assert failed.minibatch.returns.isinf().all()
+
+
+def test_weights_of_stored_steps_are_summed_over_ranks_on_their_devices(monkeypatch) -> None:
+    fit(model := make(num_policy_iterations=9), 1)
+    devices = []  # NCCL has no sums of tensors on the CPU, where the steps are stored
+    monkeypatch.setattr(batch, "world_size", lambda: 2)
+    monkeypatch.setattr(batch, "all_reduce", lambda x: devices.append(x.device.type) or torch.ones(len(x)))
+    model.to("meta")
+    next(model._stored_minibatches(torch.arange))
+    assert devices == ["meta"]
