@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,10 @@ from torch import nn
 from torch.optim import Adam, Optimizer
 
 from lightning_rl.fast import FastEngine, FlatAdam
+from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.training.gradient_steps import scale_to_norm, total_norm
+from lightning_rl.training.warning_filters import filter_misleading_warnings
+from tests.helpers import DISCRETE, VECTOR
 
 gradients_of = FastEngine().gradients
 
@@ -218,3 +222,17 @@ def test_nan_gradient_does_not_contaminate_later_steps():
     scale_to_norm(gradients, 0.5, total_norm(gradients))
     learn(network, optimizer)
     assert all(parameter.isfinite().all() for parameter in network.parameters())
+
+
+def test_weights_of_an_lstm_in_the_vector_do_not_warn_on_a_gpu():
+    policy = ActorCritic(VECTOR, DISCRETE, memory="lstm")
+    optimizer = FlatAdam(policy.parameters(), fused=True)
+    for parameter in policy.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert optimizer.vectors()
+    assert policy.actor_core.rnn.weight_ih_l0.storage_offset()  # cuDNN's own vector would begin here
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        filter_misleading_warnings()
+        warnings.warn("RNN module weights are not part of single contiguous chunk of memory. This means", stacklevel=1)
+    assert not seen
