@@ -20,7 +20,6 @@ from typing import Any
 THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = str(THREADS)
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # everything here is measured on the CPU
 os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 
 WORKLOADS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "workloads.json").read_text())
@@ -176,11 +175,12 @@ class Run:
 
 
 def begin(*, images: bool = True) -> Run:
-    """Parse the command line of a peer's driver; call it before any large import.
+    """Parse the command line of a peer's driver and hide GPUs from the peer; call it before any large import.
 
     Args:
         images: Whether the driver supports workloads with images.
     """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # throughput is measured on the CPU
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     args = parser.parse_args()

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -634,6 +635,16 @@ def test_measurements_for_the_gpu_run_on_the_cpu(measured_on_the_cpu):
     assert min(found["microseconds"].values()) > 0
     assert set(found["microseconds"]) == {"minibatch_rows", "gradient_step_eager", "act_and_step_eager"}
     assert min(found["training"]["eager"].values()) > 0
+
+
+def test_only_drivers_of_peers_hide_the_gpu(monkeypatch):
+    show = "import os, gpu; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": f"{BENCHMARKS}:{ROOT}"}
+    assert subprocess.check_output([sys.executable, "-c", show], text=True, env=environment) == "0\n"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(sys, "argv", ["driver.py", "W1"])
+    measure.begin()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_what_is_replayed_as_a_graph_asks_nothing_of_the_host():
