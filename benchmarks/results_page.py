@@ -101,7 +101,7 @@ class Row:
 
     @property
     def has_more_steps(self) -> bool:
-        """Whether the own runs are longer by more than a rollout."""
+        """Whether the own runs are longer by more than 5 %."""
         return self.steps > 1.05 * int(self.published["steps"].replace(",", ""))
 
     @property
@@ -127,7 +127,8 @@ def score(run: Mapping[str, Any], metric: str) -> float:
     if metric == "maximum":
         return max(value for _, value in run["curve"]["val/episode_return"])
     if metric in ("training", "training_maximum"):
-        returns = [value for _, value in run["curve"]["rollout/episode_return"]]
+        curve = run["curve"]  # published returns are of whole games, also where a lost life ends a training episode
+        returns = [value for _, value in curve.get("rollout/game_return", curve["rollout/episode_return"])]
         return max(returns) if metric == "training_maximum" else statistics.fmean(returns[-LAST:])
     return float(run["evaluation"]["mean"])
 

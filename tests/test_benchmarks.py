@@ -274,6 +274,8 @@ def test_results_are_compared_by_the_metric_of_the_source():
     run = {"evaluation": {"mean": 6.0}, "curve": curve}
     curve["rollout/episode_return"][2] = [2, 20.0]
     assert [results_page.score(run, metric) for metric in results_page.METRICS] == [6, 9, 7, 20]
+    curve["rollout/game_return"] = [[step, 100.0] for step in range(10)]  # Atari: an episode is a life, a game has five
+    assert [results_page.score(run, metric) for metric in results_page.METRICS] == [6, 9, 100, 100]
 
 
 def test_the_zoo_says_what_was_not_run_and_what_falls_short_of_its_goal():
