@@ -53,6 +53,7 @@ published mean before they are compared. In the last column:
 * **below**: everything else
 * "one run": the source trained a single agent, so its score says little about another seed
 * "more steps": trained for over 5 % more environment steps than the published run
+* "equal": the mean here is the published mean, which is often the highest possible return
 
 """
 ENDING = """
@@ -93,11 +94,20 @@ class Row:
     @property
     def outcome(self) -> str:
         """How the scores of the seeds compare with the published mean."""
-        return verdict(self.values, self.mean, decimals=len(self._published_mean.partition(".")[2]))
+        return verdict(self.values, self.mean, self._decimals)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the own mean, rounded as the published one, is the published mean."""
+        return round(statistics.fmean(self.values), self._decimals) == self.mean
 
     @property
     def _published_mean(self) -> str:
         return self.published["score"].partition(" ")[0]
+
+    @property
+    def _decimals(self) -> int:
+        return len(self._published_mean.partition(".")[2])
 
     @property
     def has_more_steps(self) -> bool:
@@ -107,8 +117,8 @@ class Row:
     @property
     def verdict(self) -> str:
         """Outcome, with the warnings that it needs."""
-        warnings = ["one run"] * (self.source["seeds"] == 1) + ["more steps"] * self.has_more_steps
-        return ", ".join([f"**{self.outcome}**", *warnings])
+        warnings = {"one run": self.source["seeds"] == 1, "more steps": self.has_more_steps, "equal": self.is_equal}
+        return ", ".join([f"**{self.outcome}**", *(name for name, applies in warnings.items() if applies)])
 
 
 def verdict(values: Sequence[float], published: float, decimals: int = 6) -> str:

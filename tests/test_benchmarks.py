@@ -388,6 +388,9 @@ def test_readme_counts_the_outcomes_of_the_results_page():
     counted = f"{counts['beats']} beat the published score, {counts['matches']} match it and {below} {verb} below"
     assert counted in readme
     assert f"{sum(' 1 run, ' in row for row in compared)} of the published scores come from a single run" in readme
+    equal, longer = (sum("**beats**" in row and word in row for row in compared) for word in (", equal", "more steps"))
+    assert f"{equal} of the {counts['beats']} only equal it, because it is the highest possible return" in readme
+    assert f"and {longer} trained for more steps" in readme
 
 
 def test_cartpole_results_are_of_ten_seeds():
