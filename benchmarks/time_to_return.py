@@ -59,17 +59,20 @@ def main() -> None:
     args = parser.parse_args()
     kept = json.loads(args.out.read_text()) if args.out.exists() else {}
     runs: dict[str, list[dict[str, Any]]] = kept.get("runs", {})
+    if kept and kept["steps"] != args.steps:
+        parser.error(f"--steps {args.steps}: {args.out} has runs of {kept['steps']} steps; expected --out for others")
     for seed in range(1, args.seeds + 1):
         for name, command in commands(seed, args.steps).items():
-            if len(runs.setdefault(name, [])) >= seed:
+            done = runs.get(name, [])
+            if any(one["seed"] == seed for one in done):
                 continue
             try:
-                runs[name].append(run(command))
+                found = run(command)
             except RuntimeError as error:
                 print(f"{name}: {error}", file=sys.stderr)
-                del runs[name]
                 continue
-            print(f"{name}, seed {seed}: {runs[name][-1]['reached']}", file=sys.stderr, flush=True)
+            runs[name] = sorted([*done, found], key=lambda one: int(one["seed"]))
+            print(f"{name}, seed {seed}: {found['reached']}", file=sys.stderr, flush=True)
             result = {
                 "workload": "W1",
                 "episode_return": 475,

@@ -46,6 +46,7 @@ import scaling  # noqa: E402
 import start_up  # noqa: E402
 import table  # noqa: E402
 import throughput  # noqa: E402
+import time_to_return  # noqa: E402
 import torch_cartpole  # noqa: E402
 import workers  # noqa: E402
 import workload_models  # noqa: E402
@@ -535,6 +536,28 @@ def test_comparisons_go_on_where_they_were_interrupted(tmp_path, monkeypatch):
     assert len(done) == 14, "the package has changed since"
     assert compare.seconds_of_pair(asked) == 2 * (5 + compare.STEPS["W1"] / 20)
     assert compare.seconds_of_pair(compare.Comparison("W1", "sb3", "native", folder=tmp_path)) is None
+
+
+def test_times_to_a_return_keep_each_seed_once_when_a_run_fails(tmp_path, monkeypatch, capsys):
+    def run(seed):
+        if seed in failing:
+            raise RuntimeError("no network")
+        return {"seed": seed, "version": "1", "sps_cpu": 9.0, "reached": None}
+
+    def start(*more):
+        monkeypatch.setattr(sys, "argv", ["time_to_return.py", "--out", str(tmp_path / "kept.json"), *more])
+        time_to_return.main()
+        return [one["seed"] for one in json.loads((tmp_path / "kept.json").read_text())["runs"]["a peer"]]
+
+    monkeypatch.setattr(time_to_return, "run", run)
+    monkeypatch.setattr(time_to_return, "commands", lambda seed, steps: {"a peer": seed})
+    failing = {2}
+    assert start() == [1, 3]
+    failing = set()
+    assert start() == [1, 2, 3]
+    with pytest.raises(SystemExit):
+        start("--steps", "4000")
+    assert "runs of 300000 steps" in capsys.readouterr().err
 
 
 def test_a_driver_that_hangs_is_given_up(monkeypatch):
