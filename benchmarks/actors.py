@@ -154,6 +154,8 @@ if __name__ == "__main__":
     parser.add_argument("--share", action="store_true", help="measure the policy's share of an actor's time")
     add_saving(parser)
     arguments = parser.parse_args()
+    if arguments.rollouts < WARM_UP + 2:
+        parser.error(f"--rollouts {arguments.rollouts}: expected more than {WARM_UP + 1}, which are not timed")
     torch.set_num_threads(1)
     result = share() if arguments.share else compare(arguments)
     name = "share" if arguments.share else f"cartpole-{arguments.actors}"

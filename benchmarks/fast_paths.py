@@ -119,7 +119,10 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--only", choices=list(VARIANTS), help="run one variant once, in this process")
     parser.add_argument("--save", action="store_true", help="keep the result")
-    return parser.parse_args(args)
+    parsed = parser.parse_args(args)
+    if "all" not in parsed.variants:
+        parser.error("--variants: expected 'all' among them, with which the others are compared")
+    return parsed
 
 
 if __name__ == "__main__":

@@ -178,8 +178,12 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parsed = parser.parse_args(args)
     if parsed.share and "algorithm" in measure.WORKLOADS[parsed.workload]:
         parser.error(f"workload={parsed.workload!r}: expected one of PPO for --share")
-    if parsed.compiled and parsed.plain:
-        parser.error("expected --compiled or --plain, not both")
+    if parsed.compiled + parsed.plain + parsed.share > 1:
+        parser.error(
+            "expected one of --compiled, --plain and --share: the plain loop of --share has the default engine"
+        )
+    if parsed.save and not parsed.share:
+        parser.error("--save: expected --share, whose result it writes")
     return parsed
 
 

@@ -33,6 +33,8 @@ sys.path.append(str(BENCHMARKS))
 import compare  # noqa: E402
 import compare_all  # noqa: E402
 import curves  # noqa: E402
+import equal_settings  # noqa: E402
+import fast_paths  # noqa: E402
 import gpu  # noqa: E402
 import measure  # noqa: E402
 import pages  # noqa: E402
@@ -191,6 +193,23 @@ def test_bare_loop_ends_with_the_parameters_of_the_trainer_and_gives_a_share():
     share = 1 - result["cpu_seconds_bare"] / result["cpu_seconds_trainer"]
     assert result["lightning_share"] == pytest.approx(share, abs=0.01)
     assert len(result["lightning_share_by_fifths"]) == 7
+
+
+@pytest.mark.parametrize(
+    "parse, arguments, error",
+    [
+        (throughput.parse, ["W1", "--share", "--compiled"], "one of --compiled, --plain and --share"),
+        (throughput.parse, ["W1", "--save"], "--save: expected --share"),
+        (fast_paths.parse, ["W1", "--variants", "without FlatAdam"], "expected 'all' among them"),
+        (equal_settings.main, ["E1"], "expected a virtual environment of Stable-Baselines3"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_anything_is_run(monkeypatch, capsys, parse, arguments, error):
+    monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
+    monkeypatch.setenv("PEERS_VENVS", "/nowhere")
+    with pytest.raises(SystemExit):
+        parse()
+    assert error in capsys.readouterr().err
 
 
 def test_breakdown_accounts_for_the_whole_time():
