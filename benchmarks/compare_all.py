@@ -1,8 +1,8 @@
 """Run every comparison of `benchmarks/README.md`, one after another: `python benchmarks/compare_all.py`.
 
-Each workload is compared with its two fastest peers in five pairs, and with other peers in one pair. Stored results of
-the current version of the package are not measured again, so an interrupted run can be continued. A pair that fails is
-printed and left out.
+Each workload is compared with its two fastest peers in PyTorch in five pairs, and with other peers in one pair. Stored
+results of the current version of the package are not measured again, so an interrupted run can be continued. A pair
+that fails is printed and left out.
 
     python benchmarks/compare_all.py --list             print missing and stored comparisons, and the time they take
     python benchmarks/compare_all.py --workloads W1 W4  some workloads only
@@ -22,8 +22,8 @@ from typing import Any
 from compare import PEERS, STEPS, Comparison, compare, done_before, interpreter, seconds_of_pair
 from record import RESULTS, source
 
-# In pairs: the two fastest peers, and further settings of this package against the first of them. rl_games compiles its
-# model on images; in this comparison, this package compiles too.
+# In pairs: the two fastest peers in PyTorch, and further settings of this package against the first of them. rl_games
+# compiles its model on images; in this comparison, this package compiles too.
 IN_PAIRS: dict[str, list[dict[str, Any]]] = {
     "W1": [
         {"peer": "skrl"},

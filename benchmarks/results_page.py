@@ -226,9 +226,9 @@ def _equal(results: Path) -> str:
 _EQUAL_SETTINGS = """
 ## Equal settings
 
-PPO here and in Stable-Baselines3 with the same hyper-parameters: mean return of the last 100 training episodes. The two
-libraries ran in turns on one thread of a busy machine, hence CPU time. `python benchmarks/equal_settings.py` runs what
-is missing.
+PPO here and in Stable-Baselines3 with the same hyper-parameters: mean return of the last 100 training episodes, and the
+median CPU seconds of the seeds that reach the goal. The two libraries ran in turns on one thread of a busy machine,
+hence CPU time. `python benchmarks/equal_settings.py` runs what is missing.
 
 """
 
@@ -269,8 +269,9 @@ _TIMES = """
 ## Time to a return of 475 on CartPole
 
 PPO with the same hyper-parameters (workload W1 of the [benchmarks](../benchmarks/README.md)), {steps:,} environment
-steps, one thread. CPU seconds from the end of the imports until the mean return of 20 episodes reaches 475, median over
-seeds. Building environments and compiling count. The libraries ran in turns on a busy machine.
+steps, one thread. CPU seconds from the end of the imports until the mean return of 20 episodes reaches 475, and steps
+until then: medians over the seeds that reach it. Building environments and compiling count. The libraries ran in turns
+on a busy machine.
 
 """
 _REMARKS = """
