@@ -44,7 +44,7 @@ def run(seed: int, repeats: int | None) -> dict[str, Any]:
     return {
         "reached": kept.returns[-1] >= GOAL,
         "decisions": model.env_steps,
-        "steps_of_the_environment": model.frames,
+        "steps_of_the_environment": model.clock.frames,
         "score": kept.returns[-1],
         "decisions_of_an_episode": kept.lengths[-1],
         "scores": list(zip(kept.env_steps, kept.returns, strict=True)),

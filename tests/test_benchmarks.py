@@ -40,6 +40,7 @@ import measure  # noqa: E402
 import pages  # noqa: E402
 import recipes  # noqa: E402
 import record  # noqa: E402
+import repeats  # noqa: E402
 import reproduce  # noqa: E402
 import reproduce_all  # noqa: E402
 import results_page  # noqa: E402
@@ -760,6 +761,14 @@ def test_learned_repeats_take_fewer_decisions_to_the_goal():
     assert min(len(each), len(held)) >= 3 and min(run["score"] for run in each + held) >= found["goal"]
     for what, share in (("decisions", 0.5), ("decisions_of_an_episode", 0.2)):
         assert max(run[what] for run in held) < share * min(run[what] for run in each)
+
+
+def test_learned_repeats_count_the_steps_of_the_environment(monkeypatch):
+    small = {"num_envs": 2, "rollout_length": 16, "rollouts_per_epoch": 1, "evaluation": {"episodes": 1}}
+    monkeypatch.setattr(repeats, "DATA", small)
+    monkeypatch.setattr(repeats, "EPOCHS", 1)
+    found = repeats.run(0, 4)
+    assert found["decisions"] == 32 < found["steps_of_the_environment"] <= 4 * 32
 
 
 def test_a_warm_critic_keeps_what_a_fresh_one_makes_ppo_forget():
