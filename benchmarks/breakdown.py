@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import measure
 import throughput
 import torch
-from record import RESULTS, hardware, source, versions, write_json
+from record import RESULTS, save
 from workload_models import make_data, make_model
 
 from lightning_rl import PPO
@@ -143,7 +143,6 @@ if __name__ == "__main__":
     result = breakdown(arguments)
     for name, part in result["parts"].items():
         print(f"{part['microseconds_per_step']:8.2f} us/step {part['share']:6.1%} {part['calls']:8d} calls  {name}")
-    if arguments.save:
-        place = RESULTS / "throughput" / f"breakdown-{arguments.workload}-{arguments.save}.json"
-        write_json(place, result | {"source": source(), "versions": versions(), "hardware": hardware()})
+    place = f"throughput/breakdown-{arguments.workload}-{arguments.save}.json"
+    save(result, RESULTS if arguments.save else None, place)
     print(json.dumps(result))

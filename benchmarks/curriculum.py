@@ -9,14 +9,13 @@ task. The result goes to `benchmarks/results/curriculum/cartpole.json`.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from typing import Any
 
 import gymnasium
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from lightning.pytorch import seed_everything
-from short_runs import Scores, quiet_trainer, write_result
+from short_runs import Scores, main, quiet_trainer
 
 from lightning_rl import PPO, Curriculum, EnvStepLimit, RolloutDataModule
 
@@ -86,7 +85,4 @@ def compare(seeds: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    seeds = parser.parse_args().seeds
-    write_result("curriculum/cartpole", lambda: compare(seeds))
+    main(__doc__, "curriculum/cartpole", compare, seeds=5)

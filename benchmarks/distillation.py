@@ -9,7 +9,6 @@ are evaluated every 3,072 environment steps. Recurrent PPO is `configs/ppo/cartp
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import yaml
 from lightning.pytorch import seed_everything
 from record import RESULTS, ROOT
-from short_runs import Scores, quiet_trainer, write_result
+from short_runs import Scores, main, quiet_trainer
 
 from lightning_rl import PPO, Distillation, EnvStepLimit, EnvStepValidation, RolloutDataModule
 
@@ -84,7 +83,4 @@ def compare(seeds: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    seeds = parser.parse_args().seeds
-    write_result("distillation_steps/cartpole", lambda: compare(seeds))
+    main(__doc__, "distillation_steps/cartpole", compare)

@@ -23,7 +23,7 @@ from typing import Any
 import measure
 import throughput
 import torch
-from record import RESULTS, hardware, source, versions, write_json
+from record import RESULTS, save
 
 from lightning_rl import fast
 
@@ -139,7 +139,6 @@ if __name__ == "__main__":
     print(f"\n| {arguments.workload}, {arguments.backend} | CPU time per step | more |\n| --- | --- | --- |")
     for name, row in result["variants"].items():
         print(f"| {name} | {row['microseconds_per_step']:.1f} µs | {row['more']:+.0%} |")
-    if arguments.save:
-        place = RESULTS / "throughput" / f"fast-paths-{arguments.workload}-{arguments.backend}.json"
-        write_json(place, result | {"source": source(), "versions": versions(), "hardware": hardware()})
+    place = f"throughput/fast-paths-{arguments.workload}-{arguments.backend}.json"
+    save(result, RESULTS if arguments.save else None, place)
     print(json.dumps(result))

@@ -10,13 +10,12 @@ reaches the score `GOAL`. The result is `benchmarks/results/repeats/mountain_car
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from typing import Any
 
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
-from short_runs import Scores, quiet_trainer, write_result
+from short_runs import Scores, main, quiet_trainer
 
 from lightning_rl import PPO, RolloutDataModule
 
@@ -66,7 +65,4 @@ def compare(seeds: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    seeds = parser.parse_args().seeds
-    write_result("repeats/mountain_car", lambda: compare(seeds))
+    main(__doc__, "repeats/mountain_car", compare)

@@ -19,7 +19,7 @@ import measure
 import numpy as np
 import throughput
 import torch
-from record import RESULTS, hardware, source, versions, write_json
+from record import RESULTS, save
 
 from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, make_environments
 from lightning_rl.environments.episodes import SeededEpisodes
@@ -87,7 +87,5 @@ if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(measure.THREADS)
     result = {"recording CartPole-v1": recording(), "restoring ALE/Pong-v5": restoring()}
-    write_json(
-        RESULTS / "resume" / "cost.json", result | {"source": source(), "versions": versions(), "hardware": hardware()}
-    )
+    save(result, RESULTS, "resume/cost.json")
     print(json.dumps(result))

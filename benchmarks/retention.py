@@ -9,7 +9,6 @@ identifies the task, as the picture identifies a game. The result is `benchmarks
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from typing import Any
 
@@ -17,7 +16,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 from lightning.pytorch import seed_everything
-from short_runs import quiet_trainer, write_result
+from short_runs import main, quiet_trainer
 
 from lightning_rl import CLEAR, IMPALA, EnvStepLimit, RolloutDataModule
 
@@ -103,7 +102,4 @@ def compare(seeds: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    seeds = parser.parse_args().seeds
-    write_result("retention/mappings", lambda: compare(seeds))
+    main(__doc__, "retention/mappings", compare)

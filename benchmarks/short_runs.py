@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,10 +32,12 @@ def quiet_trainer(*callbacks: Callback, **options: Any) -> Trainer:  # options o
     return Trainer(callbacks=list(callbacks), **given)
 
 
-def write_result(name: str, compare: Callable[[], dict[str, Any]]) -> Path:
-    """Write the result of `compare`, with its provenance, to `benchmarks/results/<name>.json`."""
+def main(doc: str | None, name: str, compare: Callable[[int], dict[str, Any]], seeds: int = 3) -> None:
+    """Run a comparison with the asked number of seeds; write `benchmarks/results/<name>.json` with its provenance."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=seeds)
+    asked = parser.parse_args().seeds
     torch.set_num_threads(1)
     provenance = source()  # of the imported code; the files may change during the runs
-    path = RESULTS / f"{name}.json"
-    write_json(path, compare() | {"source": provenance, "versions": versions(), "hardware": hardware()})
-    return path
+    result = compare(asked) | {"source": provenance, "versions": versions(), "hardware": hardware()}
+    write_json(RESULTS / f"{name}.json", result)

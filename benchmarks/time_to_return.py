@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from compare import PEERS, Comparison, interpreter, run
-from record import RESULTS, hardware, source, versions, write_json
+from record import RESULTS, save
 
 RESULT = RESULTS / "time_to_return.json"
 STEPS = 300_000
@@ -80,7 +80,7 @@ def main() -> None:
                 "medians": summary(runs),
                 "runs": runs,
             }
-            write_json(args.out, result | {"source": source(), "versions": versions(), "hardware": hardware()})
+            save(result, args.out.parent, args.out.name)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ are evaluated after each of the first updates. Needs the extra `envpool`. The re
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from lightning.pytorch import seed_everything
-from short_runs import Scores, quiet_trainer, write_result
+from short_runs import Scores, main, quiet_trainer
 
 from lightning_rl import PPO, BehaviourCloning, RecordedEpisodes, RolloutDataModule
 from lightning_rl.rollouts.rollout import Episode
@@ -132,7 +131,4 @@ def compare(seeds: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    seeds = parser.parse_args().seeds
-    write_result("warm_up/mountain_car", lambda: compare(seeds))
+    main(__doc__, "warm_up/mountain_car", compare)
