@@ -48,6 +48,8 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.tasks) - set(TASKS):
         parser.error(f"{', '.join(sorted(unknown))}: expected tasks of {', '.join(TASKS)}")
+    if args.steps is not None and args.out == FOLDER:
+        parser.error("--steps changes the experiment: expected --out with another folder")
     if not (args.list or interpreter("sb3").exists()):
         parser.error(f"expected a virtual environment of Stable-Baselines3 with {interpreter('sb3')}")
     for seed in range(args.seeds):

@@ -188,13 +188,16 @@ def main() -> None:
         PAGE.write_text(TABLE.sub(lambda match: match[1] + rows + match[2], PAGE.read_text()))
         return
     known = {(entry["package"], entry["data"]["env_id"]): entry for entry in before}
-    for entry in json.loads(LIST.read_text()):
+    entries = json.loads(LIST.read_text())
+    if unknown := set(arguments.packages) - {entry["package"] for entry in entries}:
+        parser.error(f"{', '.join(sorted(unknown))}: expected packages of {LIST.name}")
+    for entry in entries:
         if arguments.packages and entry["package"] not in arguments.packages:
             continue
         print(entry["package"], end=": ", flush=True)
         found = known[entry["package"], entry["data"]["env_id"]] = try_package(entry)
         print(found.get("steps_per_cpu_second", found.get("error")), flush=True)
-        listed = [(one["package"], one["data"]["env_id"]) for one in json.loads(LIST.read_text())]
+        listed = [(one["package"], one["data"]["env_id"]) for one in entries]
         kept = [known[key] for key in listed if key in known]
         arguments.out.write_text(json.dumps({"packages": kept}, indent=2) + "\n")
 

@@ -48,6 +48,7 @@ import retention  # noqa: E402
 import scaling  # noqa: E402
 import start_up  # noqa: E402
 import table  # noqa: E402
+import third_party  # noqa: E402
 import throughput  # noqa: E402
 import time_to_return  # noqa: E402
 import torch_cartpole  # noqa: E402
@@ -203,6 +204,8 @@ def test_bare_loop_ends_with_the_parameters_of_the_trainer_and_gives_a_share():
         (throughput.parse, ["W1", "--save"], "--save: expected --share"),
         (fast_paths.parse, ["W1", "--variants", "without FlatAdam"], "expected 'all' among them"),
         (equal_settings.main, ["E1"], "expected a virtual environment of Stable-Baselines3"),
+        (equal_settings.main, ["E1", "--steps", "2000"], "expected --out with another folder"),
+        (third_party.main, ["chess"], "chess: expected packages of third_party.json"),
     ],
 )
 def test_options_that_cannot_work_are_refused_before_anything_is_run(monkeypatch, capsys, parse, arguments, error):
