@@ -46,7 +46,9 @@ Each row of the table compares scores of the same kind. A published maximum over
 evaluation of each run, or with its best logged training returns if the maximum is one of training returns. Published
 training returns are compared with the last {LAST} logged training returns, and other published scores with the final
 policy over 100 episodes ("as before": the score in the column before). Scores here are rounded to the decimals of the
-published mean before they are compared. In the last column:
+published mean before they are compared. Bootstrap intervals of few seeds are too narrow: three seeds give the range of
+the seeds. If scores have a normal distribution, it contains the true mean in 75 % of cases; the interval of ten seeds
+does in 90 %. In the last column:
 
 * **beats**: the lower bound of the interval is at or above the published mean
 * **matches**: the interval contains the published mean, and the mean here is at least 90 % of the published mean

@@ -288,6 +288,7 @@ def test_a_score_beats_a_published_mean_only_with_its_whole_interval():
     assert results_page.verdict([0.0, 100.0, 200.0, 20.0], 140) == "below"  # in the interval, but far from the mean
     assert results_page.verdict([-4.0, -4.2, -4.4], -4.1) == "matches"
     assert results_page.verdict([1000.0] * 2, 1) == "fewer than three seeds"
+    assert zoo.interval([3.0, 1.0, 2.0]) == (1, 3)  # the page says that it is the range of three seeds
     assert results_page.verdict([0.9996, 0.9997, 0.9998], 1.0, decimals=3) == "beats"
     assert results_page.verdict([0.9996, 0.9997, 0.9998], 1.0) == "below"
 
