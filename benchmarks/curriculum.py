@@ -1,6 +1,6 @@
 """A harder CartPole, learned from stage to stage and from the beginning.
 
-    OMP_NUM_THREADS=1 python benchmarks/curriculum.py [--seeds 5]
+    OMP_NUM_THREADS=1 python benchmarks/curriculum.py [--seeds 5] [--save]
 
 The pole has 4 % of its usual length and the track 4 % of its usual width, so that unskilled episodes last a few steps.
 The curriculum begins with a longer pole. Both runs take equally many environment steps, and are evaluated on the hard

@@ -1,6 +1,6 @@
 """A teacher that sees the velocities of CartPole teaches a recurrent policy that does not.
 
-    OMP_NUM_THREADS=1 python benchmarks/distillation.py [--seeds 3]
+    OMP_NUM_THREADS=1 python benchmarks/distillation.py [--seeds 3] [--save]
 
 The teacher is trained with `configs/ppo/cartpole.yaml`, the student with `configs/distillation/cartpole.yaml`, and both
 are evaluated every 3,072 environment steps. Recurrent PPO is `configs/ppo/cartpole_memory.yaml`, whose results are in

@@ -91,10 +91,14 @@ def add_saving(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def save(result: dict[str, Any], folder: Path | None, name: str) -> None:
-    """Write a result with its provenance as `name` into a folder; do nothing if the folder is None."""
+def save(result: dict[str, Any], folder: Path | None, name: str, imported: dict[str, Any] | None = None) -> None:
+    """Write a result with its provenance as `name` into a folder; do nothing if the folder is None.
+
+    `imported` is the source before a measurement that takes so long that files may change meanwhile.
+    """
     if folder is not None:
-        write_json(folder / name, result | {"source": source(), "versions": versions(), "hardware": hardware()})
+        provenance = {"source": imported or source(), "versions": versions(), "hardware": hardware()}
+        write_json(folder / name, result | provenance)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Count the decisions that PPO needs to solve MountainCar, with and without learned action repeat.
 
-    OMP_NUM_THREADS=1 python benchmarks/repeats.py [--seeds 3]
+    OMP_NUM_THREADS=1 python benchmarks/repeats.py [--seeds 3] [--save]
 
 In MountainCar each step has the reward -1 until the car is on the hill. 200 steps of random actions almost never reach
 it, because the car must be pushed in one direction for a while and then in the other. A decision is one action of the

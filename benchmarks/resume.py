@@ -1,9 +1,9 @@
 """Measure the cost of exact resuming: recording episodes during training, and replaying them when a run resumes.
 
-    OMP_NUM_THREADS=1 python benchmarks/resume.py
+    OMP_NUM_THREADS=1 python benchmarks/resume.py [--save]
 
 The reported share is the recording time per step divided by the time per step of workload W1. The result is
-`benchmarks/results/resume/cost.json`.
+`benchmarks/results/resume/cost.json` with `--save`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import measure
 import numpy as np
 import throughput
 import torch
-from record import RESULTS, save
+from record import add_saving, save
 
 from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, make_environments
 from lightning_rl.environments.episodes import SeededEpisodes
@@ -84,8 +84,10 @@ def restoring() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_saving(parser)
+    folder = parser.parse_args().save
     torch.set_num_threads(measure.THREADS)
     result = {"recording CartPole-v1": recording(), "restoring ALE/Pong-v5": restoring()}
-    save(result, RESULTS, "resume/cost.json")
+    save(result, folder, "resume/cost.json")
     print(json.dumps(result))

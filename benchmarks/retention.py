@@ -1,6 +1,6 @@
 """Measure how much of a first task is forgotten after training on others: CLEAR against IMPALA.
 
-    OMP_NUM_THREADS=1 python benchmarks/retention.py [--seeds 3]
+    OMP_NUM_THREADS=1 python benchmarks/retention.py [--seeds 3] [--save]
 
 One model is trained on three tasks in turn, for `STEPS` environment steps each, and evaluated on all three tasks after
 each stage. The tasks have the same spaces, but need different actions in the same states. A part of the observation

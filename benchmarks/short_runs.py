@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from record import RESULTS, hardware, source, versions, write_json
+from record import add_saving, save, source
 
 
 class Scores(Callback):
@@ -33,11 +34,13 @@ def quiet_trainer(*callbacks: Callback, **options: Any) -> Trainer:  # options o
 
 
 def main(doc: str | None, name: str, compare: Callable[[int], dict[str, Any]], seeds: int = 3) -> None:
-    """Run a comparison with the asked number of seeds; write `benchmarks/results/<name>.json` with its provenance."""
+    """Run a comparison with the asked number of seeds and print its result; with `--save` write `<name>.json`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=seeds)
-    asked = parser.parse_args().seeds
+    add_saving(parser)
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    provenance = source()  # of the imported code; the files may change during the runs
-    result = compare(asked) | {"source": provenance, "versions": versions(), "hardware": hardware()}
-    write_json(RESULTS / f"{name}.json", result)
+    imported = source()  # the files may change during the runs
+    result = compare(arguments.seeds)
+    print(json.dumps(result))
+    save(result, arguments.save, f"{name}.json", imported)

@@ -1,6 +1,6 @@
 """Measure the first updates of PPO after behavior cloning, with a pretrained and with an untrained critic.
 
-    OMP_NUM_THREADS=1 python benchmarks/warm_up.py [--seeds 3]
+    OMP_NUM_THREADS=1 python benchmarks/warm_up.py [--seeds 3] [--save]
 
 The policy is cloned from episodes of a controller of MountainCar that pushes in the direction of motion. PPO then
 starts from this policy, at once or after `optimizer.critic_warmup_steps` that train only the critic. The values of an

@@ -46,6 +46,7 @@ import reproduce_all  # noqa: E402
 import results_page  # noqa: E402
 import retention  # noqa: E402
 import scaling  # noqa: E402
+import short_runs  # noqa: E402
 import start_up  # noqa: E402
 import table  # noqa: E402
 import third_party  # noqa: E402
@@ -773,6 +774,16 @@ def test_learned_repeats_count_the_steps_of_the_environment(monkeypatch):
     monkeypatch.setattr(repeats, "EPOCHS", 1)
     found = repeats.run(0, 4)
     assert found["decisions"] == 32 < found["steps_of_the_environment"] <= 4 * 32
+
+
+def test_short_comparisons_write_a_result_only_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
+    threads = torch.get_num_threads()
+    for saved, options in ((False, []), (True, ["--save", str(tmp_path)])):
+        monkeypatch.setattr(sys, "argv", ["repeats.py", "--seeds", "1", *options])
+        short_runs.main(None, "repeats/tiny", lambda seeds: {"seeds": seeds})
+        assert json.loads(capsys.readouterr().out) == {"seeds": 1}
+        assert (tmp_path / "repeats/tiny.json").exists() is saved
+    torch.set_num_threads(threads)
 
 
 def test_a_warm_critic_keeps_what_a_fresh_one_makes_ppo_forget():
