@@ -76,22 +76,14 @@ class RayWorker:
 
 @dataclass
 class _Member:
-    """What the learner knows about an actor.
-
-    Attributes:
-        life: How often the actor was lost.
-        where: Its process and machine; None until it has joined.
-        since: Time of its last answer.
-        requested: Number of rollouts requested from all its processes.
-        losses: How often it was lost since its last rollout.
-    """
+    """What the learner knows about an actor."""
 
     handle: Any
-    life: int = 0
-    where: str | None = None
-    since: float = 0.0
-    requested: int = 0
-    losses: int = 0
+    life: int = 0  # how often the actor was lost
+    where: str | None = None  # process and machine; None until it has joined
+    since: float = 0.0  # time of its last answer
+    requested: int = 0  # rollouts, of all its processes
+    losses: int = 0  # since its last rollout
 
 
 class RayActors(Actors):
