@@ -538,6 +538,12 @@ class OnPolicyAlgorithm(LightningModule):
                 self.scheduled(name, line, option="optimizer.anneal")
 
     def _check_policy(self) -> None:
+        parts = ("observation_normalizer", "value_normalizer", "memory")
+        names = ("normalization.observations", "normalization.values", "policy.memory")
+        for option, part in zip(names, parts, strict=True):
+            expected = f"false or null, since make_policy() returned {type(self.policy).__name__} without {part}"
+            has_effect = not self.options[option] or getattr(self.policy, part, None) is not None
+            check(has_effect, option, self.options[option], expected)
         optimizer_parts(self.policy, self.options, self.default_optimizer())
         coefficients = {part: self.options[f"optimizer.l2.{part}"] for part in ("policy", "value", "shared")}
         self.penalties = {part: coefficient for part, coefficient in coefficients.items() if coefficient}

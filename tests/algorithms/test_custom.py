@@ -283,3 +283,13 @@ def test_mistakes_in_a_custom_algorithm_are_named(algorithm, message):
     make_trainer(max_epochs=1).fit(Reinforce(data.observation_space, data.action_space), data)
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
         make_trainer(max_epochs=1).fit(algorithm(data.observation_space, data.action_space), data)
+
+
+@pytest.mark.parametrize(
+    ("group", "option", "value"),
+    [("normalization", "observations", True), ("normalization", "values", "popart"), ("policy", "memory", "lstm")],
+)
+def test_options_that_a_custom_policy_does_not_use_are_rejected(group, option, value):
+    data = make_data()
+    with pytest.raises(ConfigurationError, match=rf"^{group}\.{option}=.* make_policy\(\) returned OneNetwork without"):
+        OneNetworkPPO(data.observation_space, data.action_space, **{group: {option: value}})
