@@ -59,7 +59,11 @@ class Loss:
     def total(self) -> Tensor:
         """The sum of all terms so far, a scalar to minimize; raises a `ValueError` if there is none."""
         if not self.terms:
-            raise ValueError("the loss has no term: expected a call of loss.add or loss.add_value")
+            expected = "a call of loss.add or loss.add_value"
+            if self.part == "critic":
+                expected = "a call of loss.add_value, since optimizer.num_value_epochs or critic_warmup_steps trains "
+                expected += "the critic alone"
+            raise ValueError(f"the loss has no term: expected {expected}")
         return functools.reduce(operator.add, self.terms)
 
     def add(self, name: str, rows: Tensor, weight: Tensor | float = 1.0, batch: Batch | None = None) -> None:
