@@ -21,7 +21,7 @@ from lightning_rl.training.normalizers import reward_scale
 from lightning_rl.training.optimizers import SCHEDULER, has_own_critic_optimizer, optimizers_and_schedulers
 from lightning_rl.training.parameter_groups import SCALE
 from lightning_rl.training.schedules import parse_schedule
-from lightning_rl.validation import FROM_COMMAND_LINE, ConfigurationError
+from lightning_rl.validation import FROM_COMMAND_LINE, ConfigurationError, check
 
 _NETWORK_OPTIONS = tuple(
     f"policy.{name}"
@@ -118,7 +118,7 @@ def _meaning(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def check_resumable(checkpoint: Mapping[str, Any], module: Any) -> None:  # an algorithm
-    """Raise a `ConfigurationError` if a checkpoint is of another algorithm or has only weights."""
+    """Raise a `ConfigurationError` if a checkpoint is of another algorithm or has no optimizer."""
     kind, algorithm = type(module), checkpoint[CHECKPOINT_KEY]["algorithm"]
     # A user's subclass also resumes checkpoints of its base.
     bases: Sequence[type[LightningModule]] = [kind] if kind.__module__.startswith("lightning_rl.") else kind.__mro__
@@ -127,10 +127,10 @@ def check_resumable(checkpoint: Mapping[str, Any], module: Any) -> None:  # an a
             f"ckpt_path names a checkpoint of {algorithm}: expected one of {kind.__name__}, to resume its optimizer "
             "and clock; init_from starts a new run with the parameters of any algorithm"
         )
-    if is_weights_only(checkpoint):
+    if is_weights_only(checkpoint) or not checkpoint["optimizer_states"]:
         raise ConfigurationError(
-            "ckpt_path names a checkpoint of weights only (save_weights_only=True): expected one with the state of the "
-            "optimizer; init_from starts a new run with its weights"
+            "ckpt_path names a checkpoint without optimizer (save_weights_only=True, or saved by a Trainer that only "
+            "evaluated): expected one with the state of the optimizer; init_from starts a new run with its weights"
         )
 
 
@@ -210,6 +210,9 @@ def adopt_settings(checkpoint: dict[str, Any], module: Any) -> None:  # an algor
         return
     keeps_schedule = _same_class(stored, own, SCHEDULER)
     optimizers, schedulers = optimizers_and_schedulers(module.configure_optimizers())
+    number, before = len(optimizers), len(checkpoint["optimizer_states"])
+    expected = f"{before} as in the checkpoint; init_from starts a new run with its parameters"
+    check(number == before, "configure_optimizers", f"{number} optimizers", expected)
     if keeps_schedule:
         _adopt_learning_rates(checkpoint, stored, own, optimizers)
     names = [f"{group}.{name}" for group in (*_OPTIMIZERS, SCHEDULER) for name in ("name", "options")]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.checkpointing.format import FORMAT
@@ -138,6 +139,29 @@ def test_optimizers_in_a_dict_are_resumed(resume):
     model, messages = resume("own", model={"optimizer": {"options": {"eps": 1e-3}}})
     assert len(messages) == 1 and model.policy_version == 6
     assert model.optimizers().param_groups[0]["lr"] == pytest.approx(1e-6)
+
+
+class TwoOptimizers(PPO):
+    """Resumes checkpoints of PPO, but has another number of optimizers."""
+
+    def configure_optimizers(self) -> Any:
+        actor, critic = self.policy.action_head.parameters(), self.policy.value_head.parameters()
+        return [torch.optim.SGD(actor, lr=1.0), torch.optim.SGD(critic, lr=1.0)]
+
+
+def test_another_number_of_own_optimizers_is_refused(resume):
+    with pytest.raises(ConfigurationError, match=r"configure_optimizers='2 optimizers' .* expected 1 as in the check"):
+        resume("discrete", model={"algorithm": TwoOptimizers})
+
+
+def test_checkpoint_of_a_trainer_that_has_only_evaluated_is_refused(tmp_path):
+    data = RolloutDataModule("CartPole-v1", num_envs=3, rollout_length=24, evaluation={"episodes": 1})
+    model = PPO(data.observation_space, data.action_space, policy={"hidden_sizes": (8,)})
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    trainer.validate(model, data, verbose=False)
+    trainer.save_checkpoint(path := tmp_path / "evaluated.ckpt")
+    with pytest.raises(ConfigurationError, match="saved by a Trainer that only evaluated"):
+        fit("discrete", tmp_path / "second", 2, str(path))
 
 
 def test_other_scheduler_class_starts_with_new_state(resume):
