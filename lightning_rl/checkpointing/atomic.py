@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 
-from lightning_rl.checkpointing.format import CHECKPOINT_KEY
+from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format
 from lightning_rl.distributed import gather_ranks
 from lightning_rl.files import read_data
 from lightning_rl.training.clock import ends_epoch, validates_now
@@ -48,7 +48,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self, path: str | Path, map_location: object = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint whose checksums match; nothing is unpickled unless `weights_only` is False."""
-        return read_data(path, map_location, weights_only)
+        checkpoint = read_data(path, map_location, weights_only)
+        check_format(checkpoint, f"ckpt_path={str(path)!r}")  # before Lightning reads its own entries
+        return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
         if "pytorch-lightning_version" in checkpoint and CHECKPOINT_KEY not in checkpoint:

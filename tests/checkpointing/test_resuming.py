@@ -521,6 +521,13 @@ def test_checkpoint_of_another_program_is_rejected(tmp_path):
         fit("discrete", tmp_path / "second", 4, str(path))
 
 
+@pytest.mark.parametrize("content", [{"weight": torch.zeros(1)}, [1, 2], torch.zeros(2), None])
+def test_torch_file_without_a_checkpoint_is_rejected_with_its_path(content, tmp_path):
+    torch.save(content, path := tmp_path / "weights.ckpt")
+    with pytest.raises(ConfigurationError, match=rf"'{re.escape(str(path))}' was not written by lightning_rl"):
+        fit("discrete", tmp_path / "run", 4, str(path))
+
+
 @pytest.mark.parametrize(
     ("name", "changed", "was", "now", "what"),
     [
