@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import shlex
 import zipfile
@@ -13,7 +14,7 @@ import torch
 import yaml
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import ConfigurationError, ExplainedError
 
 _CHUNK = 1 << 18  # bytes; larger ones are not faster
 # PyTorch treats an entry with this attribute as a folder, and leaves the memory of its tensor uninitialized.
@@ -73,6 +74,17 @@ def load_plain(path: str | Path, field: str, expected: str, mapped: bool = False
     except Exception as error:
         raise ConfigurationError(f"{named} cannot be read ({type(error).__name__}): expected {expected}") from error
     return content
+
+
+def write_file(path: str | Path, content: bytes | memoryview) -> None:
+    """Write a file whole or not at all; an `ExplainedError` names it, unlike errors of `torch.save` on a full disk."""
+    unfinished = Path(f"{path}.unfinished")
+    try:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise ExplainedError(f"{str(path)!r} could not be written: {error.strerror or error}") from error
 
 
 def read_data(

@@ -1,5 +1,6 @@
 """Tiny environments, rollouts made up of random numbers, and a Trainer that keeps quiet."""
 
+import errno
 import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -238,3 +239,10 @@ class MemoryLogger(Logger):
 
     def rows(self, name: str) -> list[tuple[int | None, float]]:
         return [(step, metrics[name]) for metrics, step in self.calls if name in metrics]
+
+
+def full_disk(path: Path, content: bytes) -> None:
+    """Replace `Path.write_bytes`: write a part of the content, then fail as on a full disk."""
+    with path.open("wb") as file:
+        file.write(content[: len(content) // 2])
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

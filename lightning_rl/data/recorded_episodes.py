@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import warnings
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.environments.contract import TRAINING, derive_seed
-from lightning_rl.files import load_plain
+from lightning_rl.files import load_plain, write_file
 from lightning_rl.masks import has_choices, num_choices
 from lightning_rl.nested import Nested, leaves, map_leaves, map_paths, map_space, map_stacked, part_at
 from lightning_rl.policies.interface import from_environment
@@ -43,7 +44,8 @@ def save_episodes(episodes: Sequence[Episode], path: str | Path) -> None:
                 "terminated": bool(episode.terminated),
             }
         )
-    torch.save({"episodes": content}, path)
+    torch.save({"episodes": content}, buffer := io.BytesIO())
+    write_file(path, buffer.getbuffer())
 
 
 def load_episodes(source: str | Path) -> list[Episode]:

@@ -24,6 +24,7 @@ from torch.export import Dim, ExportedProgram
 
 from lightning_rl import __version__
 from lightning_rl.distributed import causes
+from lightning_rl.files import write_file
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_paths, nested_paths, part_at
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import acting_space, as_recurrent, tensor_conversion
@@ -192,8 +193,8 @@ def save_onnx(
         for value in (*model.model.graph.inputs, *model.model.graph.outputs):
             value.shape[0] = "batch"
         model.model.metadata_props[_ONNX_METADATA] = description
-        model.save(str(path), external_data=False)
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        content = model.model_proto.SerializeToString()
+        session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         *_, cause = causes(error)  # names the operator
         raise ConfigurationError(
@@ -201,6 +202,7 @@ def save_onnx(
             f"programs=['greedy'] if only sampling cannot be exported, or format='torch_export'; "
             f"{type(cause).__name__}: {cause}"
         ) from error
+    write_file(path, content)
 
     def run(*given: Nested) -> Nested:
         feed = {name: x.numpy() for name, x in zip(input_names, leaves(given), strict=True)}
@@ -329,7 +331,8 @@ def _save(deployed: DeployedPolicy, format_: ExportFormat, path: Path, about: st
     with warnings.catch_warnings():
         # A warning about constants that are views of each other.
         warnings.filterwarnings("ignore", "No complete tensor found in the group")
-        torch.export.save(program, path, extra_files={METADATA: about})
+        torch.export.save(program, buffer := io.BytesIO(), extra_files={METADATA: about})
+    write_file(path, buffer.getbuffer())  # `torch.export.save` would end the process if the disk is full
     return torch.export.load(path).module()
 
 

@@ -19,8 +19,8 @@ from lightning_rl.data.recorded_episodes import _check_observations
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.interface import from_environment, to_environment
 from lightning_rl.rollouts.rollout import Episode
-from lightning_rl.validation import ConfigurationError
-from tests.helpers import Recorder, make_data, make_trainer, parameters_of
+from lightning_rl.validation import ConfigurationError, ExplainedError
+from tests.helpers import Recorder, full_disk, make_data, make_trainer, parameters_of
 
 ROOT = Path(__file__).parents[2]
 AIM: dict[str, Any] = {"env": {"kwargs": {"action_space": {"type": "Discrete", "n": 3, "start": 5}}}}
@@ -152,6 +152,14 @@ def test_cloning_from_the_command_line(in_tmp_path, monkeypatch):
         of_critic = name.startswith(("policy.critic_", "policy.value_"))
         assert torch.equal(parameter, cloned[name]) != of_critic, name
         assert torch.equal(parameter, learned[name])
+
+
+def test_full_disk_is_named_and_keeps_the_earlier_episodes(tmp_path, monkeypatch):
+    save_episodes(expert(1), path := tmp_path / "episodes.pt")
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    with pytest.raises(ExplainedError, match=r"episodes\.pt' could not be written: No space left on device"):
+        save_episodes(expert(1), path)
+    assert len(load_episodes(path)) == 1 and list(tmp_path.iterdir()) == [path]
 
 
 def test_predicted_episodes_can_be_saved_and_learned_from(tmp_path):

@@ -21,8 +21,8 @@ from lightning_rl.policies.interface import to_environment
 from lightning_rl.spaces import observation_dtype, space_from_dict
 from lightning_rl.tools import export
 from lightning_rl.tools.export import DeployedPolicy, RoundTripError, export_policy, export_program
-from lightning_rl.validation import ConfigurationError
-from tests.helpers import DISCRETE, VECTOR, merged
+from lightning_rl.validation import ConfigurationError, ExplainedError
+from tests.helpers import DISCRETE, VECTOR, full_disk, merged
 from tests.nested_probes import SENSORS
 
 BOX = spaces.Box(np.array([-2, -1], np.float32), np.array([1, 3], np.float32))
@@ -312,6 +312,17 @@ def test_program_that_differs_on_given_observations_is_not_written(tmp_path, mon
     with pytest.raises(RoundTripError, match=r"greedy\.pt2, step 0 of 3, \d rows: the program differs"):
         export_policy(model, tmp_path / "other", programs=["greedy"], observations=seen)
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+@pytest.mark.parametrize("format_", ["torch_export", "onnx"])
+def test_full_disk_is_named_and_keeps_the_earlier_export(format_, tmp_path, monkeypatch):
+    """PyTorch alone would end the process."""
+    model = make("lstm")
+    export_policy(model, tmp_path / "policy", format=format_, programs=["greedy"])
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    with pytest.raises(ExplainedError, match=r"greedy\.\w+' could not be written: No space left on device"):
+        export_policy(model, tmp_path / "policy", format=format_, programs=["greedy"])
+    assert len(list((tmp_path / "policy").iterdir())) == 2 and len(list(tmp_path.iterdir())) == 1
 
 
 def test_export_options_are_checked_first(tmp_path, monkeypatch):
