@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
     rank_zero_info,
@@ -63,6 +63,10 @@ class InterruptionGuard(Callback):
         report_log_failures(trainer)
         if stage != "fit":
             return
+        # Callbacks that `configure_callbacks` of a subclass adds come after this one, but their hooks must run first.
+        found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        found = sorted(found, key=lambda x: (isinstance(x, Checkpoint), x is self))
+        trainer.callbacks = found  # type: ignore[attr-defined]
         saves_nothing = trainer.fast_dev_run or trainer.barebones  # type: ignore[attr-defined]
         if not (trainer.checkpoint_callbacks or saves_nothing):
             rank_zero_warn(

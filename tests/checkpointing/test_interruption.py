@@ -164,6 +164,27 @@ def test_first_signal_stops_after_update_and_resumed_run_is_bit_exact(
     assert differences(run_state(tmp_path / "last.ckpt"), whole) == []
 
 
+class Counts(Callback):
+    """Counts rollouts; a checkpoint has the number."""
+
+    num_rollouts = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.num_rollouts += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_rollouts": self.num_rollouts}
+
+
+def test_callbacks_of_the_model_run_before_an_interrupted_run_is_saved(interrupt, tmp_path, monkeypatch):
+    own = PPO.configure_callbacks
+    monkeypatch.setattr(PPOInterrupted, "configure_callbacks", lambda self: [*own(self), Counts()])
+    with pytest.raises(SystemExit):
+        run(tmp_path, *interrupt("update", send(signal.SIGTERM)))
+    callbacks = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
+    assert callbacks["Counts"] == {"num_rollouts": stored(tmp_path / "last.ckpt")}
+
+
 def test_stop_in_last_rollout_of_an_epoch_keeps_number_of_epochs(interrupt, whole, tmp_path):
     best = ModelCheckpoint(tmp_path, "best", monitor="val/episode_return", mode="max")
     with pytest.raises(SystemExit):
