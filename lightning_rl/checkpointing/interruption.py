@@ -128,9 +128,10 @@ class InterruptionGuard(Callback):
 
     def _stop_if_asked(self, trainer: Trainer, pl_module: LightningModule, hook: str, *args: object) -> None:
         if received := self._received_by_any(trainer, pl_module):
-            # Lightning calls these callbacks after this one, and one of them may have to save.
+            # Lightning calls these after this callback: one may have to save, and the model may change its state.
             for callback in trainer.checkpoint_callbacks:
                 getattr(callback, hook)(trainer, pl_module, *args)
+            getattr(pl_module, hook)(*args)
             self._save(trainer, received)
             self._stopping = received
             raise _exit_status(received[0], trainer.is_global_zero)

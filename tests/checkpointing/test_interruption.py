@@ -185,6 +185,16 @@ def test_callbacks_of_the_model_run_before_an_interrupted_run_is_saved(interrupt
     assert callbacks["Counts"] == {"num_rollouts": stored(tmp_path / "last.ckpt")}
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
+def test_hooks_of_the_model_run_before_an_interrupted_run_is_saved(hook, interrupt, tmp_path, monkeypatch):
+    seen: list[int] = []
+    monkeypatch.setattr(PPOInterrupted, hook, lambda self, *_: seen.append(self.policy_version))
+    validations = [EnvStepValidation(32)] if hook == "on_validation_end" else []
+    with pytest.raises(SystemExit):
+        run(tmp_path, *validations, *interrupt("update", send(signal.SIGTERM)))
+    assert seen[-1] == stored(tmp_path / "last.ckpt") == 5
+
+
 def test_stop_in_last_rollout_of_an_epoch_keeps_number_of_epochs(interrupt, whole, tmp_path):
     best = ModelCheckpoint(tmp_path, "best", monitor="val/episode_return", mode="max")
     with pytest.raises(SystemExit):
