@@ -1,4 +1,4 @@
-"""Reads files that others may have written: checksums, plain data, YAML."""
+"""Files: read without trust, by checksums and plain data, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ from lightning_rl.validation import ConfigurationError, ExplainedError
 _CHUNK = 1 << 18  # bytes; larger ones are not faster
 # PyTorch treats an entry with this attribute as a folder, and leaves the memory of its tensor uninitialized.
 _FOLDER = 0x10
+# Must not look like a checkpoint: Lightning looks for numbers in names.
+_PREFIX, _SUFFIX = ".unfinished-", ".tmp"
 
 
 class DamagedFileError(ConfigurationError):
     """A file is truncated, does not match its checksums, or is not a checkpoint."""
+
+
+class WriteFailure(ExplainedError):
+    """A file could not be written; an earlier file of the same name is unchanged."""
 
 
 def check_intact(path: object, field: str = "ckpt_path", expected: str = "an intact checkpoint") -> None:
@@ -77,14 +83,48 @@ def load_plain(path: str | Path, field: str, expected: str, mapped: bool = False
 
 
 def write_file(path: str | Path, content: bytes | memoryview) -> None:
-    """Write a file whole or not at all; an `ExplainedError` names it, unlike errors of `torch.save` on a full disk."""
-    unfinished = Path(f"{path}.unfinished")
+    """Write a file whole or not at all, under a temporary name first; a `WriteFailure` names it."""
     try:
-        unfinished.write_bytes(content)
-        os.replace(unfinished, path)
+        _write(Path(path), content)
     except OSError as error:
+        raise WriteFailure(f"{str(path)!r} could not be written: {error.strerror or error}") from error
+
+
+def _write(path: Path, content: bytes | memoryview) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_unfinished(path.parent)
+    unfinished = path.parent / f"{_PREFIX}{os.getpid()}{_SUFFIX}"
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
         unfinished.unlink(missing_ok=True)
-        raise ExplainedError(f"{str(path)!r} could not be written: {error.strerror or error}") from error
+        raise
+    if os.name == "posix":  # so that the new name survives a power failure; Windows cannot open folders
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    for path in folder.glob(f"{_PREFIX}[0-9]*{_SUFFIX}"):
+        if not _is_running(int(path.stem.removeprefix(_PREFIX))):
+            path.unlink(missing_ok=True)
+
+
+def _is_running(pid: int) -> bool:
+    if os.name != "posix":  # os.kill would end the process
+        return True
+    try:
+        os.kill(pid, 0)
+    except OSError as error:  # PermissionError: the process belongs to another user
+        return not isinstance(error, ProcessLookupError)
+    return True
 
 
 def read_data(

@@ -21,15 +21,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore
 
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format
 from lightning_rl.distributed import gather_ranks
-from lightning_rl.files import read_data
+from lightning_rl.files import WriteFailure, read_data, write_file
 from lightning_rl.training.clock import ends_epoch, validates_now
 from lightning_rl.validation import ConfigurationError, ExplainedError, check
 
 if TYPE_CHECKING:  # importing TensorBoard is slow
     from torch.utils.tensorboard import FileWriter
-
-# Must not look like a checkpoint: Lightning looks for numbers in names.
-_PREFIX, _SUFFIX = ".unfinished-", ".tmp"
 
 
 class CheckpointFailure(ExplainedError):
@@ -62,50 +59,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
         try:
-            _write(Path(path), buffer.getbuffer())
-        except OSError as error:
+            write_file(path, buffer.getbuffer())
+        except WriteFailure as error:
             raise CheckpointFailure(
-                f"checkpoint {str(path)!r} could not be written: {error.strerror or error}; earlier checkpoints are "
-                "unchanged. Free some space or choose another folder, then resume"
-            ) from error
-
-
-def _write(path: Path, content: memoryview) -> None:
-    """Write a file under a temporary name, flush it to disk, and rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_unfinished(path.parent)
-    unfinished = path.parent / f"{_PREFIX}{os.getpid()}{_SUFFIX}"
-    try:
-        with unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":  # so that the new name survives a power failure; Windows cannot open folders
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def _remove_unfinished(folder: Path) -> None:
-    for path in folder.glob(f"{_PREFIX}[0-9]*{_SUFFIX}"):
-        if not _is_running(int(path.stem.removeprefix(_PREFIX))):
-            path.unlink(missing_ok=True)
-
-
-def _is_running(pid: int) -> bool:
-    if os.name != "posix":  # os.kill would end the process
-        return True
-    try:
-        os.kill(pid, 0)
-    except OSError as error:  # PermissionError: the process belongs to another user
-        return not isinstance(error, ProcessLookupError)
-    return True
+                f"checkpoint {error}; earlier checkpoints are unchanged. Free some space or choose another folder, "
+                "then resume"
+            ) from error.__cause__
 
 
 class LastCheckpoint(ModelCheckpoint):

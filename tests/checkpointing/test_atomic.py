@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import time
@@ -17,7 +16,7 @@ from lightning_rl.checkpointing.run_folders import find_checkpoint
 from lightning_rl.cli.main import main
 from tests import programs
 from tests.cli.test_main import SMALL
-from tests.helpers import make_data, make_model, make_trainer
+from tests.helpers import full_disk, make_data, make_model, make_trainer
 from tests.programs import Program
 
 BEFORE, AFTER = {"weights": torch.zeros(3)}, {"weights": torch.ones(100_000)}
@@ -50,10 +49,7 @@ def test_saving_to_a_symlink_replaces_the_link_not_its_target(path):
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_failed_write_keeps_earlier_checkpoint_without_leftovers(call, path, monkeypatch):
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, call, full)
+    monkeypatch.setattr(os, call, full_disk)
     expected = r"checkpoint '.*last\.ckpt' could not be written: No space left on device; earlier checkpoints are unch"
     with pytest.raises(CheckpointFailure, match=expected):
         AtomicCheckpointIO().save_checkpoint(AFTER, path)

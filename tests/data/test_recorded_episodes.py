@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import os
 import sys
 import types
 from pathlib import Path
@@ -156,7 +157,7 @@ def test_cloning_from_the_command_line(in_tmp_path, monkeypatch):
 
 def test_full_disk_is_named_and_keeps_the_earlier_episodes(tmp_path, monkeypatch):
     save_episodes(expert(1), path := tmp_path / "episodes.pt")
-    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(ExplainedError, match=r"episodes\.pt' could not be written: No space left on device"):
         save_episodes(expert(1), path)
     assert len(load_episodes(path)) == 1 and list(tmp_path.iterdir()) == [path]

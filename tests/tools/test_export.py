@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -319,7 +320,7 @@ def test_full_disk_is_named_and_keeps_the_earlier_export(format_, tmp_path, monk
     """PyTorch alone would end the process."""
     model = make("lstm")
     export_policy(model, tmp_path / "policy", format=format_, programs=["greedy"])
-    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(ExplainedError, match=r"greedy\.\w+' could not be written: No space left on device"):
         export_policy(model, tmp_path / "policy", format=format_, programs=["greedy"])
     assert len(list((tmp_path / "policy").iterdir())) == 2 and len(list(tmp_path.iterdir())) == 1
