@@ -68,7 +68,7 @@ class TFAgentsEstimator(AdvantageEstimator):
         """Return `(x - mean) / √(population variance + 1e-8)` of each part, over the entries of all ranks."""
         exact = [part.to(exact_dtype(part.device)) for part in parts]
         counts, means, squares = moments(exact)
-        scales = (squares / counts.clamp(min=1) + 1e-8).rsqrt()
+        scales = (squares / counts + 1e-8).rsqrt()
         each = zip(exact, parts, means, scales, strict=True)
         return [((x - mean) * scale).to(part.dtype) for x, part, mean, scale in each]
 

@@ -14,7 +14,7 @@ from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.training.loss import Loss
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, Recorder, make_trainer, merged, random_rollout
+from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, Recorder, make_data, make_trainer, merged, random_rollout
 from tests.policies.distributions.test_golden import as_action, build
 from tests.vectors.load import load
 
@@ -357,12 +357,13 @@ def test_losses_and_gradients_match_tf_agents(kind, config, weights):
         torch.testing.assert_close(ours, gradient.flatten(0, 1), **CLOSE)
 
 
-def test_nan_with_weight_0_has_no_gradient():
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_with_weight_0_has_no_gradient(bad):
     """Theirs has it in the gradient, and without aggregation in the loss."""
     inputs, expected = LOSSES["inputs"], LOSSES["nan_under_zero_weight"]["aggregate_true"]
     spoilt = {name: inputs[name].clone() for name in ("advantages", "returns")}
     for x in spoilt.values():
-        x[0, 2] = torch.nan
+        x[0, 2] = bad
     for without_aggregation in (False, True):
         config = LOSSES["configs"]["clip"] | {"aggregate_losses_across_replicas": not without_aggregation}
         model, loss, variables = loss_of("categorical", config, "mask", **spoilt)
@@ -435,6 +436,13 @@ def test_time_limits_are_terminal_and_the_last_step_is_not_learned():
     assert batch.weights[:-4].all()
 
 
+def test_a_rollout_of_one_step_raises():
+    data = make_data(rollout_length=1)
+    model = TFAgentsPPO(data.observation_space, data.action_space)
+    with pytest.raises(ConfigurationError, match=r"^rollout_length=1 is not valid: expected at least 2"):
+        make_trainer().fit(model, data)
+
+
 def test_steps_with_return_and_advantage_of_0_have_weight_0():
     model = small()
     rollout = random_rollout(model.policy)
@@ -442,6 +450,15 @@ def test_steps_with_return_and_advantage_of_0_have_weight_0():
     weights = model.batch(rollout).weights.view(12, 4)
     assert not weights[:, 1].any()
     assert weights[:-1, [0, 2, 3]].all()
+    rollout.values[:-1, 1] = 1.0  # returns of 0, advantages of -1
+    rollout.values[:-1, 2] = model.estimator.advantages_and_returns(rollout)[1][:-1, 2]  # advantages of 0
+    assert model.batch(rollout).weights.view(12, 4)[:-1].all()
+
+
+def test_advantages_are_divided_by_the_root_of_the_population_variance_plus_1e_8():
+    advantages = torch.tensor([-1e-4, 1e-4], dtype=torch.float64)
+    (found,) = small().estimator.standardize([advantages])
+    torch.testing.assert_close(found, advantages / 2e-8**0.5)
 
 
 def test_first_observations_are_multiplied_by_31():
