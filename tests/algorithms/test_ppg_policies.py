@@ -165,6 +165,10 @@ def test_separate_critic_optimizers_work_in_both_phases(algorithm: type[PPG], se
         ({"separate_aux_optimizer": None}, r"separate_aux_optimizer=None .* true or false"),
         ({"aux_memory_gib": 0}, r"aux_memory_gib=0 .* above 0"),
         ({"architecture": "single"}, r"architecture='single' .* one of dual, shared, detached"),
+        (
+            {"architecture": "detached", "policy": {"memory": {"kind": "gru", "separate": True}}},
+            r"memory=.* not separate",
+        ),
         ({"policy": {"shared_encoder": True}}, r"policy.shared_encoder=True .* architecture says"),
         ({"architecture": "shared", "optimizer": {"critic": {"learning_rate": 1e-3}}}, r"of PPG, architecture=dual"),
         ({"clip_range": -1}, r"clip_range=-1"),

@@ -128,8 +128,11 @@ def test_approx_kl_ignores_clipped_log_probs():
     model = make(
         "continuous", torch.float64, clipping={"log_prob": 0.1}, target_kl=0.01, num_epochs=1, num_minibatches=1
     )
+    torch.nn.init.constant_(model.policy.action_head.log_std, -2.0)  # for densities above e^0.1 too
     recorder = Recorder()
     rollout = random_rollout(model.policy, off_policy=0)
+    assert (rollout.log_probs > 0.5).any()
+    assert (rollout.log_probs < -0.5).any()
     trainer = make_trainer(precision="64-true", callbacks=[recorder])
     trainer.fit(model, FixedRollouts([rollout], model))
     (seen,) = recorder.rows
