@@ -81,6 +81,12 @@ def test_vtrace_ignores_actions_of_probability_zero() -> None:
     assert advantages[1] == 0
 
 
+def test_vtrace_clips_importance_ratios_that_overflow() -> None:
+    rows = without(trajectory(3, 1), "discounts", "traces")
+    results = [vtrace(torch.full((3, 1), x), **rows, discounts=0.9, traces=1.0) for x in (1000.0, 1.0)]
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     rows = trajectory(200, 2, dtype=dtype)
