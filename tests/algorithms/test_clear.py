@@ -63,11 +63,16 @@ def test_replayed_steps_keep_the_weights_of_their_rollout(given):
             assert rollout.policy_version >= 0
             return None if given is None else rollout.rewards.abs() + given
 
-    model, kept = make(Weighted), []
+        def add_terms(self, loss, steps):
+            used.append(steps.batch.fields.get("weights"))
+            return super().add_terms(loss, steps)
+
+    model, kept, used = make(Weighted), [], []
     rollouts = [random_rollout(model.policy, seed=seed) for seed in range(2)]
     model.on_train_batch_end = lambda *_: kept.extend(unroll.fields.get("weights") for unroll in model.kept._kept)
     learn(model, rollouts)
     assert kept and all((x is None) == (given is None) for x in kept)
+    assert len(used) == 3 and all((x is None) == (given is None) for x in used)  # one new, then new and replayed
     if given is not None:
         expected = {tuple((x.abs() + given).tolist()) for rollout in rollouts for x in rollout.rewards.T}
         assert {tuple(x.tolist()) for x in kept} <= expected
