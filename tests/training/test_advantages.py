@@ -261,6 +261,21 @@ def test_recomputed_values_treat_episode_ends_like_collected_values():
         torch.testing.assert_close(getattr(batch, name), getattr(expected, name), **EXACT)
 
 
+def test_recomputed_advantages_belong_to_the_steps_that_count():
+    model = make()
+    rollout = random_rollout(model.policy)
+    weights = (rollout.rewards > 0).double()
+    batch = model.estimator.batch(rollout, weights)
+    torch.nn.init.constant_(model.policy.value_head.bias, 1.0)
+    renewed = model.estimator.renewed(batch)
+    torch.testing.assert_close(renewed.values, model.policy.value(batch.observations).detach(), **EXACT)
+    expected = make(advantages={"recompute_values": True})
+    expected.load_state_dict(model.state_dict())
+    for name in ("advantages", "returns"):
+        found = getattr(expected.estimator.batch(rollout, weights), name)
+        torch.testing.assert_close(getattr(renewed, name), found, **EXACT)
+
+
 def test_skipped_update_does_not_change_the_normalizers(tmp_path):
     model = make(normalization=NORMALIZED | {"update": "before"}, debug={"max_skipped_updates": 1})
     good, bad = random_rollout(model.policy, seed=1), random_rollout(model.policy, seed=2)
