@@ -117,12 +117,11 @@ class Batch:
 
     def ordered(self, order: Tensor) -> Batch:
         """Return the rows, or sequences, with the indices `order`, which may omit or repeat some."""
-        weight = self._given_weight if len(order) == self.num_items else None
         if self.sequences is not None:
             rows, sequences = self.sequences.select(order.cpu())
-            return self._with(take(rows, self.fields), weight, sequences)
+            return self._with(take(rows, self.fields), sequences=sequences)
         order = order.to(first_leaf(self.fields).device)
-        return self._with(map_leaves(lambda x: x.index_select(0, order), self.fields), weight)
+        return self._with(map_leaves(lambda x: x.index_select(0, order), self.fields))
 
     def split(self, num_minibatches: int) -> Iterator[Batch]:
         """Cut the rows, or sequences, in their order into `num_minibatches` parts of almost equal numbers."""
