@@ -398,6 +398,12 @@ class WeighingA2C(A2C):
         return self.given
 
 
+def test_all_rows_with_a_weight_are_standardized_alike():
+    fields = {"advantages": torch.tensor([1.0, 2.0, 9.0, 4.0]), "weights": torch.tensor([0.1, 3.0, 0.0, 0.2])}
+    expected = torch.tensor([-0.8729, -0.2182, 0.0, 1.0911])
+    torch.testing.assert_close(estimator().standardized(Batch(fields)), expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", [Weighing, WeighingA2C])
 def test_steps_of_weight_0_do_not_affect_advantage_normalization_with_memory(kind):
     """The steps stay in their sequences."""
