@@ -206,8 +206,6 @@ def explained_variance(predictions: Tensor, targets: Tensor, weights: Tensor | N
 
 def _centered(x: Tensor, weights: Tensor) -> Tensor:
     """Subtract the weighted mean; entries of weight 0 become 0."""
-    if x.numel() == 0:
-        return x
     valid = weights != 0
     # An entry is subtracted first, so that equal entries give exact zeros: their mean is rounded, and dividing the
     # error of the last bit by a tiny deviation would give noise of order 1.
