@@ -143,7 +143,7 @@ class Collector:
                     repeats.append(torch.from_numpy(step.repeats))
                 for key in infos:
                     infos[key].append(self.environments.info_values(step, key))
-                if infos and step.final_observations:  # many keys are only there when an episode ends
+                if infos:
                     info_names.update(step.infos.get("final_info", step.infos))
         evaluated = time.perf_counter()
         rollout = profiled(profile, POLICY, self._make_rollout)(policy)
@@ -151,8 +151,7 @@ class Collector:
         rollout.policy_version = policy_version
         rollout.repeats = torch.stack(repeats).to(self.generator.device) if repeats else None
         rollout.infos = {key: torch.stack(values) for key, values in infos.items()} or None
-        names = (info_names or step.infos) if infos else ()
-        rollout.info_names = sorted(name for name in names if isinstance(name, str))
+        rollout.info_names = sorted(name for name in info_names if isinstance(name, str))
         rollout.frames = sum(frames) if frames else None
         rollout.seconds = time.perf_counter() - begun
         rollout.parts_of_seconds = self._seconds

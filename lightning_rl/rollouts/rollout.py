@@ -64,7 +64,7 @@ class Rollout(SimpleNamespace):
         episodes: Returns and lengths of the episodes that ended in this rollout.
         infos: Numbers under each key in `info_keys` of the data module, float64 `[T, B]` on the CPU, NaN where `info`
             has no number; None without `info_keys`.
-        info_names: With `info_keys`, all keys of `info` at the ends of episodes, or in the last step.
+        info_names: With `info_keys`, the keys of `info` in all steps.
         failures: Message for each environment that was replaced; None if failures end the run.
         frames: Number of simulator steps if actions are repeated; None: one for each real step.
         actor: Asynchronous actor that collected the rollout; None: the learner.
