@@ -291,6 +291,16 @@ def test_skipped_update_does_not_change_the_normalizers(tmp_path):
     assert "policy_loss" in FailedUpdate.load(path).replay()
 
 
+def test_rollouts_after_a_skipped_update_enter_the_statistics(tmp_path):
+    models = [make(normalization=NORMALIZED | {"update": "before"}, debug={"max_skipped_updates": 1}) for _ in range(2)]
+    good, bad = random_rollout(models[0].policy, seed=1), random_rollout(models[0].policy, seed=2)
+    bad.log_probs[3, 1] = torch.nan
+    fit(models[0], bad, good, default_root_dir=tmp_path)
+    fit(models[1], good)
+    expected = dict(models[1].named_buffers())
+    assert all(torch.equal(x, expected[name]) for name, x in models[0].named_buffers())
+
+
 class Weighing(PPO):
     """Uses given step weights."""
 
