@@ -187,7 +187,7 @@ class UseLimitedBuffer(Replay):
 
     def gather(self, places: Tensor) -> Fields:
         """Return copies of the rows in different places, `[N]`, and count uses; other places raise a `ValueError`."""
-        if self._fields is None or (self._uses[places] < 0).any() or len(set(places.tolist())) < len(places):
+        if (self._uses[places] < 0).any() or len(set(places.tolist())) < len(places):
             raise ValueError(f"expected different places that have a row, got {places.tolist()}")
         rows: Fields = map_leaves(itemgetter(places), self._fields)
         self._uses[places] += 1
