@@ -161,6 +161,25 @@ def test_first_ratio_error_is_logged_only_without_lag():
     assert "first_ratio_error" not in rows[0] and abs(rows[0]["importance_weight"] - 1) > 1e-3
 
 
+def test_normalizers_can_be_updated_before_the_updates():
+    model = make(normalization={"observations": True, "update": "before"})
+    (row,) = learn(model, [random_rollout(model.policy, off_policy=0.0)]).rows
+    assert "first_ratio_error" not in row and abs(row["importance_weight"] - 1) > 1e-6
+    assert model.policy.observation_normalizer.moments.count == 48  # once
+
+
+def test_value_normalizer_is_updated_with_the_targets_of_steps_that_count():
+    class Weighted(IMPALA):
+        def step_weights(self, rollout):
+            return (rollout.rewards > 0).double()
+
+    model = make(Weighted, normalization={"values": "popart"})
+    rollout = random_rollout(model.policy)
+    targets = estimated(model, rollout).estimates.returns[rollout.rewards.flatten() > 0]
+    learn(model, [rollout])
+    assert model.policy.value_normalizer.moments.mean == pytest.approx(targets.mean().item())
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_sum_reduction_equals_mean_with_a_scaled_learning_rate(lag):
     sums, means = (make(reduction=r, optimizer={**SGD, "max_grad_norm": None}) for r in ("sum", "mean"))
