@@ -313,6 +313,19 @@ def test_no_critic_parameters_are_needed_without_warmup() -> None:
     assert Own(VECTOR, DISCRETE).steps.critic_warmup_steps == 0
 
 
+def test_a_rollout_of_another_length_clears_the_replay_memory():
+    model = make(CriticPretraining, replay_ratio=1.0)
+    learn(model, [random_rollout(model.policy, length=length) for length in (12, 6)])
+    assert len(model.kept) == 4
+
+
+def test_replay_memory_without_room_for_the_observations_of_one_unroll_raises():
+    data = make_data(rollouts_per_epoch=1)
+    options = {"replay_ratio": 1.0, "replay_memory_gib": 1e-7}
+    with pytest.raises(ConfigurationError, match=r"^replay_memory_gib=1e-07 .* for \d+ steps of 24 bytes"):
+        make_trainer().fit(CriticPretraining(data.observation_space, data.action_space, **options), data)
+
+
 def test_replayed_steps_keep_the_weights_of_their_rollout():
     """`step_weights` is not called for replayed steps, which lack what it may need."""
     data = make_data("CartPole-v1", num_envs=2, rollout_length=16, rollouts_per_epoch=3)
