@@ -276,6 +276,13 @@ def test_recomputed_advantages_belong_to_the_steps_that_count():
         torch.testing.assert_close(getattr(renewed, name), found, **EXACT)
 
 
+def test_recomputed_advantages_are_normalized_again():
+    model = make(advantages={"normalize": "rollout", "recompute_advantages": True})
+    batch = model.estimator.normalized_over_rollout(model.batch(random_rollout(model.policy)))
+    renewed = model.estimator.normalized_over_rollout(model.estimator.renewed(batch))
+    torch.testing.assert_close(renewed.advantages, batch.advantages, **EXACT)
+
+
 def test_skipped_update_does_not_change_the_normalizers(tmp_path):
     model = make(normalization=NORMALIZED | {"update": "before"}, debug={"max_skipped_updates": 1})
     good, bad = random_rollout(model.policy, seed=1), random_rollout(model.policy, seed=2)
@@ -355,7 +362,7 @@ def test_weights_of_a_rollout_of_another_shape_are_refused():
         model.batch(rollout)
 
 
-@pytest.mark.parametrize(("weight", "found"), [(-1.0, "-1.0"), (torch.nan, "nan")])
+@pytest.mark.parametrize(("weight", "found"), [(-1.0, "-1.0"), (-0.5, "-0.5"), (torch.nan, "nan")])
 def test_weights_below_0_are_refused(weight, found):
     model = make()
     rollout = random_rollout(model.policy)
