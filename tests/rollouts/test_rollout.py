@@ -214,3 +214,8 @@ def test_tensors_per_step_of_another_shape_are_refused(given):
     with pytest.raises(ValueError, match=r"^extra has the shape .*: expected a tensor \[3, 2, ...\]"):
         make_rollout().flatten(extra=given)
     assert make_rollout().flatten(extra=torch.arange(6).view(3, 2, 1)).extra.shape == (6, 1)
+
+
+def test_rows_of_weight_0_may_be_nan_in_a_mean():
+    batch = Batch({"weights": torch.tensor([1.0, 0.0, 3.0])})
+    assert batch.mean(torch.tensor([2.0, torch.nan, 4.0])) == 3.5
