@@ -143,6 +143,13 @@ def test_approx_kl_ignores_clipped_log_probs():
     assert seen["clip_fraction"] > 0.5
 
 
+def test_passes_that_train_the_value_alone_do_not_depend_on_target_kl(through_autograd):
+    options = {"target_kl": 10.0, "num_epochs": 1, "num_minibatches": 1, "optimizer": {"num_value_epochs": 3}}
+    model, trainer = make("discrete", torch.float64, **options), make_trainer(precision="64-true")
+    trainer.fit(model, FixedRollouts([random_rollout(model.policy)], model))
+    assert trainer.global_step == 3
+
+
 @pytest.mark.parametrize("half", ["actor", "critic"])
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
