@@ -430,6 +430,10 @@ def test_memory_of_unrolls_reports_and_bounds_its_size():
         bounded.append(unrolls(first=first))
         assert bounded.num_bytes <= 5 * of_each
     assert numbers_of(bounded) == [16, 17, 18, 19]
+    rewards = bounded._kept[0].fields["rewards"]
+    assert rewards.untyped_storage().nbytes() == rewards.nbytes  # no view of a whole rollout
+    bounded.clear()
+    assert (len(bounded), bounded.num_bytes) == (0, 0)
 
 
 def test_reservoir_keeps_every_unroll_with_the_same_probability():
@@ -467,6 +471,16 @@ def test_memory_of_unrolls_is_restored_with_another_size_and_policy(policy, max_
     assert numbers_of(other) == [0, 1, 2, 3, 4, 5][-kept:]
     other.append(unrolls(first=6))
     assert {6, 7} & set(numbers_of(other))
+
+
+def test_the_oldest_unrolls_leave_a_reservoir_that_becomes_fifo():
+    for seed in range(5):
+        memory, generator = UnrollMemory(2000, "reservoir"), torch.Generator().manual_seed(seed)
+        for first in range(0, 6, 2):
+            memory.append(unrolls(first=first), generator)
+        other = UnrollMemory(400, "fifo")
+        other.load_state_dict(memory.state_dict())
+        assert numbers_of(other) == [4, 5]
 
 
 def test_unrolls_must_have_the_same_layout():
