@@ -327,7 +327,7 @@ class RolloutMemory(Replay):
         """Return copies of steps, each field of shape `[*addresses.shape, ...]`; with `only`, at most that field."""
         every = add_missing_weights([kept.fields for kept in self._kept])
         wanted = [{n: x for n, x in fields.items() if only in (None, n)} for fields in every]
-        if not wanted or not wanted[0]:
+        if not wanted[0]:
             return {}
         parts = self._by_rollout(addresses)
 
@@ -432,9 +432,7 @@ class UnrollMemory(Replay):
 
     def beside(self, rollout: Rollout, indices: Tensor) -> Rollout:
         """Return a copy of a rollout on the CPU, with the unrolls with indices `[N]` as further environments."""
-        both, _ = _together([*_columns(rollout, {}), *(self._kept[index].fields for index in indices.tolist())])
-        both.policy_version = rollout.policy_version
-        return both
+        return _together([*_columns(rollout, {}), *(self._kept[index].fields for index in indices.tolist())])[0]
 
     def clear(self) -> None:
         self._kept, self._bytes = [], 0
