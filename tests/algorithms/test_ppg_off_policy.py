@@ -189,3 +189,11 @@ def test_histograms_are_logged_for_the_first_batch_of_a_rollout(tmp_path) -> Non
     for tag in tags:
         assert [event.step for event in found.Histograms(tag)] == [0, ROWS], tag
     assert found.Histograms("update/advantages")[-1].histogram_value.num == model.batch_size
+
+
+def test_memory_for_both_buffers_and_all_batches_of_a_phase_is_checked():
+    data = make_data()
+    options = {"batch_size": 32, "policy_buffer_size": 64, "value_buffer_size": 96, "num_policy_iterations": 4}
+    model = OffPolicyPPG(data.observation_space, data.action_space, aux_memory_gib=1e-7, **options)
+    with pytest.raises(ConfigurationError, match=r"^aux_memory_gib=1e-07 .* for 288 steps of 24 bytes"):
+        make_trainer().fit(model, data)
