@@ -110,6 +110,16 @@ def test_predictor_learns_observations_that_it_sees_but_not_others():
     assert unseen.min() > 10 * rewards[-1]
 
 
+def test_only_numbers_are_whitened():
+    policy = RND(spaces.Dict({"a": VECTOR, "b": spaces.Discrete(3)}), DISCRETE, **SMALL).policy
+    x = {"a": torch.zeros(3, 3), "b": torch.arange(3)}
+    before = policy.novelty(x)
+    ones = torch.ones(1, 3)
+    policy.novelty_normalizer.update({"a": torch.cat([ones, -ones]), "b": torch.tensor([2, 2])})
+    assert torch.equal(policy.novelty(x), before)
+    assert not torch.equal(policy.novelty(x | {"a": x["a"] + 1}), before)
+
+
 def test_observations_are_whitened_and_clipped_and_rewards_scaled_by_the_deviation_of_returns():
     data, recorder = make_data(rollouts_per_epoch=3), Recorder()
     model = make(data.observation_space, data.action_space)
