@@ -56,9 +56,9 @@ class MadeOnce(gymnasium.Wrapper):
 
 @pytest.fixture
 def failing(request):
-    def make(how, at=3, episode_seed=SEED, num_envs=4, backend="sync", wrappers=None):
+    def make(how, at=3, episode_seed=SEED, num_envs=4, backend="sync", wrappers=None, **ends):
         env = {"wrappers": wrappers, "step_timeout": step_timeout(how, backend), "on_failure": "restart"}
-        options = {"how": how, "at": at, "episode_seed": episode_seed, "lengths": (5,)}
+        options = {"how": how, "at": at, "episode_seed": episode_seed, "lengths": (5,), **ends}
         environments = make_batch("Probe/Failing-v0", num_envs, backend=backend, env=env, **options)
         request.addfinalizer(environments.close)
         return environments
@@ -198,7 +198,15 @@ def test_failure_in_the_first_step_of_an_episode_keeps_the_end_of_the_last_episo
     rollout = make_collector(failing("raise", at=1), 12).collect(policy())
     assert rollout.truncated[:, 2].nonzero().flatten().tolist() == [4, 10]
     assert rollout.final_observations[rollout.final_indices.tolist().index([4, 2])].tolist() == [0, 5]
+    assert rollout.next_values[4, 2] == 5
     assert rollout.valid.logical_not().nonzero().tolist() == [[5, 2]]
+
+
+def test_failures_truncate_no_episode_that_has_terminated_or_not_begun(failing):
+    rollout = make_collector(failing("raise", at=1, ends=("terminated",)), 12).collect(policy())
+    assert rollout.terminated[4, 2] and not rollout.valid[5, 2] and not rollout.truncated.any()
+    rollout = make_collector(failing("raise", at=1, episode_seed=None), 2).collect(policy())
+    assert not rollout.valid.any() and not rollout.truncated.any()
 
 
 def test_info_of_a_failed_step_is_not_reported(failing):
