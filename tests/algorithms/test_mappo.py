@@ -116,6 +116,15 @@ def test_agents_of_a_shared_policy_are_told_apart():
     assert not torch.allclose(logits[0], logits[1]) and not torch.allclose(values[0], values[1])
 
 
+def test_separate_policies_take_no_masked_choice_of_a_part():
+    actions = spaces.Dict({"move": spaces.Discrete(4), "gift": spaces.Discrete(2)})
+    space = spaces.Dict({**SPACE, "action_mask": spaces.Dict({"move": ActionMask(4)})})
+    rows = observed(space, 40)
+    rows["action_mask"] = {"move": torch.tensor([[False, True, False, False]]).expand(40, 4)}
+    taken = make_mappo(space, actions, share_policy=False).policy.act(rows).action
+    assert taken["move"].tolist() == [1] * 40 and {*taken["gift"].tolist()} == {0, 1}
+
+
 @pytest.mark.parametrize("actions", [spaces.Discrete(4), BOX], ids=["discrete", "continuous"])
 def test_agents_with_separate_policies_share_no_parameter(actions):
     """Parameters with a gradient of one agent's loss do not change the outputs of the other one."""
