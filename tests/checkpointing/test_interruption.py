@@ -476,7 +476,7 @@ def test_sigterm_alone_does_not_requeue(slurm, interrupt, tmp_path):
         ({"fast_dev_run": True}, 0),
         ({"callbacks": [ModelCheckpoint()], "enable_checkpointing": True}, 0),
         ({"callbacks": [EnvStepCheckpoint(64)], "enable_checkpointing": True}, 0),
-        ({"callbacks": [LastCheckpoint("run")], "enable_checkpointing": True}, 0),
+        ({"callbacks": [LastCheckpoint()], "enable_checkpointing": True}, 0),
     ],
 )
 def test_a_run_without_checkpoints_warns_once(options: dict[str, Any], expected: int, in_tmp_path: Path) -> None:

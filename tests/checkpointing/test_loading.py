@@ -17,6 +17,8 @@ from lightning_rl.validation import ConfigurationError
 from tests.cli.test_main import SMALL
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 NORMALIZED = {"normalization": {"observations": True, "rewards": True}}
 
 

@@ -36,6 +36,8 @@ from tests.helpers import MemoryLogger, make_data, make_model, make_trainer, mer
 from tests.mask_probes import kwargs_of
 from tests.nested_probes import PAIR
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 # Environment 1 fails in the second step of its second episode: in the first of the rollouts.
 _FAILS = derive_seed(derive_seed(3, TRAINING, 0, 1, 0), 1)
 FRAGILE: dict[str, Any] = {

@@ -20,6 +20,8 @@ from tests.checkpointing.test_resume import SETTINGS, fit
 from tests.helpers import merged
 from tests.programs import run_ranks
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 
 class Doubled(PPO):
     """Passes another learning rate to its base class than it was given."""
