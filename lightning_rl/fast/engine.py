@@ -429,6 +429,8 @@ def compiler_problem(device: torch.device) -> str | None:
     """Return the reason why a device cannot run compiled programs, or None."""
     if device.type not in ("cpu", "cuda"):
         return f"the device is {device.type}"
+    if torch.__version__ < "2.11":  # compares versions, not text
+        return f"PyTorch {torch.__version__} cannot trace a loss with its gradient: 2.11 can"
     named = os.environ.get("CXX")
     if not any(map(shutil.which, [named] if named else ["g++", "c++", "clang++"])):
         return f"there is no C++ compiler{f' {named}' if named else ''}: install g++ or clang++, or set CXX"

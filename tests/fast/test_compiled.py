@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.torch_version import TorchVersion
 
 from lightning_rl import PPO, RND, fast
 from lightning_rl.fast import engine as module
@@ -257,13 +258,23 @@ def test_log_gives_the_reason_if_nothing_is_compiled(case, uncompiled, caplog):
     assert not lines(caplog, "compiling")
 
 
-def test_missing_compiler_is_an_error_that_names_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda patch: patch.setenv("CXX", "no-such-compiler"), r"there is no C\+\+ compiler no-such-compiler"),
+        (
+            lambda patch: patch.setattr(torch, "__version__", TorchVersion("2.10.0+cpu")),
+            "PyTorch 2.10.0.cpu cannot trace",
+        ),
+    ],
+)
+def test_a_compiler_that_cannot_work_is_an_error_that_names_the_reason(change, reason, monkeypatch):
     model, trainer = PPO(VECTOR, DISCRETE, debug={"fast_paths": "compiled"}), make_trainer()
     model.check_run(trainer, None)
-    monkeypatch.setenv("CXX", "no-such-compiler")
+    change(monkeypatch)
     module.compiler_problem.cache_clear()
     try:
-        message = "debug.fast_paths='compiled' is not valid: expected auto, since there is no C.. compiler no-such"
+        message = f"debug.fast_paths='compiled' is not valid: expected auto, since {reason}"
         with pytest.raises(ConfigurationError, match=message):
             model.check_run(trainer, None)
     finally:
