@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import shlex
@@ -80,6 +81,13 @@ def load_plain(path: str | Path, field: str, expected: str, mapped: bool = False
     except Exception as error:
         raise ConfigurationError(f"{named} cannot be read ({type(error).__name__}): expected {expected}") from error
     return content
+
+
+def save_file(content: dict[str, Any], path: str | Path) -> None:
+    """Write tensors and plain values by `torch.save`, whole or not at all; a `WriteFailure` names the file."""
+    # In memory first: the errors of torch.save hide why a file cannot be written.
+    torch.save(content, buffer := io.BytesIO())
+    write_file(path, buffer.getbuffer())
 
 
 def write_file(path: str | Path, content: bytes | memoryview) -> None:

@@ -538,9 +538,12 @@ class OnPolicyAlgorithm(LightningModule):
                 self.scheduled(name, line, option="optimizer.anneal")
 
     def _check_policy(self) -> None:
-        parts = ("observation_normalizer", "value_normalizer", "memory")
-        names = ("normalization.observations", "normalization.values", "policy.memory")
-        for option, part in zip(names, parts, strict=True):
+        needed = {
+            "normalization.observations": "observation_normalizer",
+            "normalization.values": "value_normalizer",
+            "policy.memory": "memory",
+        }
+        for option, part in needed.items():
             expected = f"false or null, since make_policy() returned {type(self.policy).__name__} without {part}"
             has_effect = not self.options[option] or getattr(self.policy, part, None) is not None
             check(has_effect, option, self.options[option], expected)
@@ -569,7 +572,6 @@ class OnPolicyAlgorithm(LightningModule):
 
     def _missing_callbacks(self) -> list[type[Callback]]:
         present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        # The guard comes after `StepMetric`: it may save a checkpoint, whose name contains `step`.
         needed: list[type[Callback]] = [StepMetric, InterruptionGuard]
         return [kind for kind in needed if not any(isinstance(callback, kind) for callback in present)]
 

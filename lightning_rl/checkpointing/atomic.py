@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import io
 import os
 import threading
 import time
@@ -12,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -21,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore
 
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format
 from lightning_rl.distributed import gather_ranks
-from lightning_rl.files import WriteFailure, read_data, write_file
+from lightning_rl.files import WriteFailure, read_data, save_file
 from lightning_rl.training.clock import ends_epoch, validates_now
 from lightning_rl.validation import ConfigurationError, ExplainedError, check
 
@@ -55,11 +53,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        # In memory first: the errors of torch.save hide why a file cannot be written.
-        buffer = io.BytesIO()
-        torch.save(checkpoint, buffer)
         try:
-            write_file(path, buffer.getbuffer())
+            save_file(checkpoint, path)
         except WriteFailure as error:
             raise CheckpointFailure(
                 f"checkpoint {error}; earlier checkpoints are unchanged. Free some space or choose another folder, "

@@ -12,9 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointFailure
 from lightning_rl.distributed import gather_ranks
-from lightning_rl.files import load_plain
+from lightning_rl.files import WriteFailure, load_plain, save_file
 from lightning_rl.policies.sharding import whole
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.gradient_steps import WHAT_TO_TRY, EagerEngine, not_finite_throughout, total_norm
@@ -160,7 +159,7 @@ def save_failed_update(
     rank = f"-rank{module.global_rank}" if trainer.world_size > 1 else ""
     path = Path(trainer.default_root_dir) / f"failed-update-{module.env_steps}{rank}.pt"
     try:
-        AtomicCheckpointIO().save_checkpoint(content, path)
-    except CheckpointFailure:  # the failed update itself is the error to report
+        save_file(content, path)
+    except WriteFailure:  # the failed update itself is the error to report
         return None
     return path

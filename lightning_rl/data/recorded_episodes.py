@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import warnings
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.environments.contract import TRAINING, derive_seed
-from lightning_rl.files import load_plain, write_file
+from lightning_rl.files import load_plain, save_file
 from lightning_rl.masks import has_choices, num_choices
 from lightning_rl.nested import Nested, leaves, map_leaves, map_paths, map_space, map_stacked, part_at
 from lightning_rl.policies.interface import from_environment
@@ -44,8 +43,7 @@ def save_episodes(episodes: Sequence[Episode], path: str | Path) -> None:
                 "terminated": bool(episode.terminated),
             }
         )
-    torch.save({"episodes": content}, buffer := io.BytesIO())
-    write_file(path, buffer.getbuffer())
+    save_file({"episodes": content}, path)
 
 
 def load_episodes(source: str | Path) -> list[Episode]:
