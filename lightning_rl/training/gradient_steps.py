@@ -503,11 +503,11 @@ class UpdateRecord:
         recorded = self._values | self._absolute_sums()
         if not recorded:
             return {}
-        blocks = [_at_least_float32(torch.stack([x for x, _ in entries])).flatten() for entries in recorded.values()]
-        remaining = iter(torch.cat(blocks).tolist())
-        # Minibatches without a stop between them share one flag, which is read once.
+        # Minibatches without a stop between them share one flag.
         flags = {id(flag): flag for entries in recorded.values() for _, flag in entries}
-        is_open = dict(zip(flags, torch.stack([*flags.values()]).tolist(), strict=True))
+        blocks = [_at_least_float32(torch.stack([x for x, _ in entries])).flatten() for entries in recorded.values()]
+        remaining = iter(torch.cat([torch.stack([*flags.values()]), *blocks]).tolist())
+        is_open = dict(zip(flags, remaining, strict=False))
         values: dict[str, list[float]] = defaultdict(list)
         for names, entries in recorded.items():
             for _, flag in entries:

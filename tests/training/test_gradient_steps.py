@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch.overrides import TorchFunctionMode
 
 from lightning_rl import PPO
 from lightning_rl.fast import FastEngine
@@ -34,6 +35,34 @@ def test_record_drops_minibatches_after_the_stop():
         if value == 50:
             record.add(only_then=scalar(value))
     assert record.means() == {"before": 2.0, "after": 2.0}
+
+
+class HostReads(TorchFunctionMode):
+    """Records the calls that make the host wait for the values of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in ("tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "nonzero"):
+            self.calls.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_values_and_stops_are_read_at_once():
+    record = UpdateRecord(torch.device("cpu"))
+    for value in (1.0, 3.0, 50.0):
+        record.next_minibatch()
+        record.add(loss=scalar(value))
+        record.observe(ratio=scalar(torch.inf, torch.float64))
+        record.add_absolute("total", torch.tensor([value, -1.0]))
+        record.stop_unless(scalar(value) < 3)
+    with HostReads() as reads:
+        means = record.means()
+    assert means == {"loss": 2.0, "ratio": torch.inf, "total": 3.0}
+    assert reads.calls == ["tolist"]
 
 
 def test_record_adds_bfloat16_terms_exactly():
