@@ -318,8 +318,9 @@ class OnPolicyCLI(LightningCLI):
         folder = Path(self.trainer.default_root_dir)
         config = [folder / run_folders.CONFIG, *run_folders.configurations(folder)][-1]
         given = [Path(str(path)).absolute() for path in self._option("config") or ()]
-        files = [Path(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))]
-        beside = [path for path in given if path.parent != Path.cwd() and any(path.parent in x.parents for x in files)]
+        files = [str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]]
+        used = {path.parent for path in given if any(file.startswith(f"{path.parent}{os.sep}") for file in files)}
+        beside = [path for path in given if path.parent in used - {Path.cwd()}]
         configs = " ".join(f"--config {relative(path)}" for path in dict.fromkeys([*beside, config.absolute()]))
         return f"{configs} --ckpt_path {relative(saver.best_model_path)}"
 
