@@ -6,6 +6,7 @@ dicts.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass, replace
@@ -16,6 +17,8 @@ from lightning_rl.validation import ConfigurationError, check, check_type, did_y
 Group = Any
 """An instance of a frozen dataclass."""
 T = TypeVar("T")
+# Evaluating annotations would take most of the time in which an algorithm is constructed.
+_hints_of: Callable[..., dict[str, Any]] = functools.cache(get_type_hints)
 if TYPE_CHECKING:
     OrDict: TypeAlias = T | Mapping[str, Any]
 else:
@@ -33,7 +36,7 @@ else:
 def parameters_of(cls: type) -> Iterator[inspect.Parameter]:
     """Yield the parameters of the constructors of a class and its bases, the bases first."""
     for base in reversed(cls.__mro__):
-        if "__init__" in vars(base):
+        if base is not object and "__init__" in vars(base):
             yield from inspect.signature(base).parameters.values()
 
 
@@ -83,7 +86,7 @@ def types_of(source: Callable[..., Any], include_extras: bool = False) -> dict[s
         else [source]
     ):
         parameters = list(inspect.signature(function).parameters.values())
-        hints = get_type_hints(function, include_extras=include_extras)
+        hints = _hints_of(function, include_extras=include_extras)
         for parameter in parameters:
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name in hints:
                 types |= _leaf_types(parameter.name, hints[parameter.name])
@@ -96,7 +99,7 @@ def _leaf_types(name: str, hint: Any) -> dict[str, Any]:
     group = next((one for one in (hint, *get_args(hint)) if isinstance(one, type) and is_dataclass(one)), None)
     if group is None:
         return {name: hint}
-    fields_of_group = get_type_hints(group).items()
+    fields_of_group = _hints_of(group).items()
     return {
         key: leaf for field, inner in fields_of_group for key, leaf in _leaf_types(f"{name}.{field}", inner).items()
     }
@@ -118,7 +121,7 @@ def changed(name: str, group: Group, given: Any) -> Group:  # what a user gave
     if isinstance(given, type(group)):
         given = vars(given)
     check(isinstance(given, Mapping), name, given, f"{type(group).__name__}(...) or a dict of its options")
-    known = get_type_hints(type(group), include_extras=True)
+    known = _hints_of(type(group), include_extras=True)
     changes = {}
     for key, value in given.items():
         if key not in known:
