@@ -7,7 +7,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +113,7 @@ class OnPolicyCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # as in Lightning
         """Return a parser whose option `--config` also takes names of shipped configurations."""
-        parser = self.parser_class(**{"dump_header": [f"lightning=={version('lightning')}"], **kwargs})
+        parser = self.parser_class(**kwargs)
         parser.add_argument("-c", "--config", action=ActionConfig, help="A YAML file, or a shipped one: ppo/cartpole.")
         return parser
 

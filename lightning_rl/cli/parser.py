@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from inspect import Parameter
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from jsonargparse import (  # type: ignore[attr-defined]
     ArgumentParser,
     DefaultHelpFormatter,
     get_loader,
+    set_dumper,
     set_loader,
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -111,7 +113,13 @@ def _load_yaml(text: str) -> Any:
     return get_loader("yaml")(text)
 
 
+def _dump_yaml(settings: Any) -> str:
+    """Return YAML in ASCII, which every system reads alike: the parser reads files in the encoding of the system."""
+    return f"# lightning=={version('lightning')}\n{yaml.safe_dump(settings, sort_keys=False)}"
+
+
 set_loader(_YAML, _load_yaml, (yaml.YAMLError,))
+set_dumper(_YAML, _dump_yaml)
 
 
 def run_options(

@@ -68,7 +68,7 @@ def make_hub_folder(
     if config is not None:
         shutil.copyfile(config, folder / CONFIG)
     (folder / SCORE).write_text(json.dumps(facts, indent=2) + "\n")
-    (folder / CARD).write_text(_card(hub, facts, score, repo_id, config is not None))
+    (folder / CARD).write_text(_card(hub, facts, score, repo_id, config is not None), encoding="utf-8")
     return folder
 
 

@@ -320,6 +320,19 @@ def test_a_run_goes_on_from_its_saved_configuration_alone():
     assert cli.model.env_steps == 128
 
 
+def test_saved_configurations_are_read_alike_in_every_encoding(capsys):
+    main(["fit", *SMALL, "--max_env_steps=64", "--trainer.default_root_dir=Läufe"])
+    config = Path("Läufe/version_0/config.yaml")
+    assert config.read_bytes().isascii() and config.read_text().startswith("# lightning==")
+    assert yaml.safe_load(config.read_text())["trainer"]["default_root_dir"] == "Läufe"
+    cli = main(["fit", "--config", str(config), "--max_env_steps=128", "--ckpt_path=last"])
+    assert (cli.run_dir, cli.model.env_steps) == (config.parent, 128)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["fit", *SMALL, "--trainer.default_root_dir=Läufe", "--print_config"])
+    assert capsys.readouterr().out.isascii()
+
+
 def test_an_interrupted_run_says_how_to_go_on():
     Path("interrupt.py").write_text(
         "from lightning.pytorch import Callback\n"

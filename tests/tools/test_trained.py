@@ -162,7 +162,8 @@ def test_unknown_algorithm_or_environment_is_reported(checkpoint, tmp_path):
         load_data(tmp_path / "mine.ckpt")
 
 
-def test_hub_folder_has_checkpoint_configuration_score_and_card(run, checkpoint, tmp_path):
+def test_hub_folder_has_checkpoint_configuration_score_and_card(run, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("io.text_encoding", lambda encoding, *_: encoding or "cp1252")  # as on Windows
     config = with_config(run)
     try:
         folder = make_hub_folder(tmp_path / "hub", checkpoint, SCORE, "CartPole-v1", repo_id="me/cart")
@@ -180,7 +181,7 @@ def test_hub_folder_has_checkpoint_configuration_score_and_card(run, checkpoint,
     assert {"reinforcement-learning", "CartPole-v1"} <= set(card.data.tags)
     (result,) = card.data.eval_results
     assert (result.dataset_name, result.metric_value) == ("CartPole-v1", "123.46 +/- 7.00")
-    assert "standard deviation of 4 episodes, the mode of the policy" in card.text
+    assert "standard deviation of 4 episodes, the mode of the policy" in card.text and "123.46 ± 7.00" in card.text
     assert "lightning-rl pull me/cart" in card.text
     assert 'have imported or trust: `load_algorithm(path, trust=["my_package"])`' in card.text
     assert (
