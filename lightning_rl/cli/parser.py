@@ -40,7 +40,7 @@ from lightning_rl.files import read_yaml, relative
 from lightning_rl.options import defaults_of, types_of
 from lightning_rl.tools.trained import config_of, resolve_config
 from lightning_rl.training.parameter_groups import Part
-from lightning_rl.validation import ConfigurationError, ExplainedError, did_you_mean, import_class
+from lightning_rl.validation import ConfigurationError, ExplainedError, check, did_you_mean, import_class
 
 DEBUG = "LIGHTNING_RL_DEBUG"
 """Environment variable that shows errors with their whole traceback."""
@@ -171,7 +171,9 @@ class ActionConfig(ActionConfigFile):
         try:
             resolved = resolve_config(values)
             if Path(resolved).is_file():  # the parser's own errors do not name the file
-                read_yaml(resolved, "config")
+                found, as_parsed = read_yaml(resolved, "config"), _content("", resolved, Path())[0]
+                expected = "UTF-8 as the encoding of this system: set the environment variable PYTHONUTF8=1"
+                check(str(found) == str(as_parsed), "config", resolved, expected)
         except ConfigurationError as error:
             raise argparse.ArgumentError(None, str(error)) from error
         search_beside(resolved)

@@ -403,6 +403,18 @@ def test_evaluation_of_a_cloned_policy_needs_no_recorded_episodes(capsys):
     assert "nowhere.pt" in refused(capsys, "fit", *cloning)
 
 
+def test_configurations_that_the_parser_would_read_in_another_encoding_are_refused(capsys, in_tmp_path, monkeypatch):
+    monkeypatch.setattr("io.text_encoding", lambda encoding, *_: encoding or "cp1252")  # as on Windows
+    for comment, folder, is_right in (("Größe", "runs", True), ("Größe", "Läufe", False), ("”", "runs", False)):
+        text = f"# {comment}\ntrainer: {{default_root_dir: {folder}}}\n"
+        Path("mine.yaml").write_text(text, encoding="utf-8")
+        with pytest.raises(SystemExit):
+            main(["fit", *SMALL, "--config", "mine.yaml", "--print_config"])
+        printed = capsys.readouterr()
+        expected = "config='mine.yaml' is not valid: expected UTF-8 as the encoding of this system: set the environment"
+        assert ("default_root_dir: runs" in printed.out, expected in printed.err) == (is_right, not is_right)
+
+
 def test_a_printed_configuration_is_a_configuration(capsys):
     text = printed(capsys, "fit", *SMALL, "--max_env_steps=64", "--print_config")
     Path("printed.yaml").write_text(text)
