@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import shlex
+import time
 import zipfile
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +23,8 @@ _CHUNK = 1 << 18  # bytes; larger ones are not faster
 _FOLDER = 0x10
 # Must not look like a checkpoint: Lightning looks for numbers in names.
 _PREFIX, _SUFFIX = ".unfinished-", ".tmp"
+# Seconds that a program which reads a file on Windows, such as an evaluation, may delay its replacement.
+_PATIENCE = 30.0
 
 
 class DamagedFileError(ConfigurationError):
@@ -107,7 +110,7 @@ def _write(path: Path, content: bytes | memoryview) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        _replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
@@ -117,6 +120,18 @@ def _write(path: Path, content: bytes | memoryview) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Rename a file; on Windows, which cannot replace open files, wait until other programs have read the target."""
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return os.replace(source, target)
+        except PermissionError:
+            if os.name != "nt" or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def _remove_unfinished(folder: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,6 +56,25 @@ def test_failed_write_keeps_earlier_checkpoint_without_leftovers(call, path, mon
     with pytest.raises(CheckpointFailure, match=expected):
         AtomicCheckpointIO().save_checkpoint(AFTER, path)
     assert torch.equal(stored(path), BEFORE["weights"])
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("patience", "is_replaced"), [(30.0, True), (-1.0, False)])
+def test_checkpoint_that_another_program_reads_is_replaced_later_on_windows(patience, is_replaced, path, monkeypatch):
+    replace, refusals = os.replace, [PermissionError(13, "Access is denied")] * 2
+
+    def refused_twice(*paths: object) -> None:
+        if refusals:
+            raise refusals.pop()
+        replace(*paths)
+
+    windows = SimpleNamespace(**vars(os) | {"name": "nt", "replace": refused_twice})
+    monkeypatch.setattr("lightning_rl.files.os", windows)
+    monkeypatch.setattr("lightning_rl.files._PATIENCE", patience)
+    refused = pytest.raises(CheckpointFailure, match="could not be written: Access is denied")
+    with nullcontext() if is_replaced else refused:
+        AtomicCheckpointIO().save_checkpoint(AFTER, path)
+    assert torch.equal(stored(path), (AFTER if is_replaced else BEFORE)["weights"])
     assert list(path.parent.iterdir()) == [path]
 
 
