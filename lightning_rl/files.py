@@ -7,8 +7,10 @@ import io
 import os
 import pickle
 import shlex
+import subprocess
 import time
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -193,4 +195,9 @@ def read_yaml(path: str | Path, field: str) -> Any:  # YAML
 def relative(path: str | Path) -> str:
     """Return a path as it can be typed in a shell, relative to the current folder if that contains it."""
     path = Path(path).absolute()
-    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+    return typed([str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)])
+
+
+def typed(arguments: Sequence[str]) -> str:
+    """Return arguments as they can be typed in a shell; `cmd` of Windows knows no single quotes."""
+    return subprocess.list2cmdline(arguments) if os.name == "nt" else shlex.join(arguments)

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rl import PPO, FailedUpdate, RolloutDataModule
 from lightning_rl.checkpointing.format import read_checkpoint
-from lightning_rl.files import DamagedFileError, check_intact
+from lightning_rl.files import DamagedFileError, check_intact, typed
 from lightning_rl.tools.hub import make_hub_folder
 from lightning_rl.tools.trained import Score, load_algorithm, load_data
 from lightning_rl.validation import ConfigurationError
@@ -183,3 +183,12 @@ def test_damaged_failed_update_is_rejected_by_name(tmp_path):
     flip_a_bit(path, "data/0")
     with pytest.raises(ConfigurationError, match=f"path='{path}' is damaged .*: expected a file that a failed update"):
         FailedUpdate.load(path)
+
+
+def test_printed_arguments_are_quoted_for_the_shells_of_the_system(monkeypatch):
+    given = ["--config", r"runs\ppo\config.yaml", r"C:\Jane Doe\last.ckpt"]
+    assert typed(given) == r"--config 'runs\ppo\config.yaml' 'C:\Jane Doe\last.ckpt'"
+    with monkeypatch.context() as patch:
+        patch.setattr("os.name", "nt")
+        printed = typed(given)
+    assert printed == r'--config runs\ppo\config.yaml "C:\Jane Doe\last.ckpt"'

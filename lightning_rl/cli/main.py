@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -43,7 +42,7 @@ from lightning_rl.cli.parser import (
     unknown_settings,
 )
 from lightning_rl.distributed import end_all_ranks, world_size
-from lightning_rl.files import check_intact, read_yaml, relative
+from lightning_rl.files import check_intact, read_yaml, relative, typed
 from lightning_rl.options import default_groups, parameters_of
 from lightning_rl.tools.curves import RUN_FOLDER, changes
 from lightning_rl.tools.hub import pull_from_hub, push_to_hub
@@ -210,7 +209,7 @@ class OnPolicyCLI(LightningCLI):
             limit = "" if (steps := self._option("max_env_steps")) is None else f" --max_env_steps {steps}"
             command = f"lightning-rl fit --config {relative(starts[-1])} --ckpt_path {relative(path)}{limit}"
             lines += [f"without the changes: {command}"]
-            lines += [f"with the changes: lightning-rl {shlex.join(CommandParser.given)} --resume_changes allow"]
+            lines += [f"with the changes: lightning-rl {typed(CommandParser.given)} --resume_changes allow"]
             raise ConfigurationError("\n  ".join(lines))
 
     def _option(self, name: str) -> Any:
