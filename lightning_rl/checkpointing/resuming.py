@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import lightning
@@ -81,8 +81,13 @@ def _follow_moved_folder(states: Mapping[str, dict[str, Any]], trainer: Trainer)
         if not old or not new or old == new or Path(str(trainer.ckpt_path)).parent.resolve() != Path(new).resolve():
             continue
         for name in ("dirpath", "best_model_path", "kth_best_model_path", "last_model_path"):
-            state[name] = state[name].replace(old, new)
-        state["best_k_models"] = {path.replace(old, new): score for path, score in state["best_k_models"].items()}
+            state[name] = _moved(state[name], old, new)
+        state["best_k_models"] = {_moved(path, old, new): score for path, score in state["best_k_models"].items()}
+
+
+def _moved(path: str, old: str, new: str) -> str:
+    inside = PureWindowsPath(path)  # parses paths of all systems: the run may come from Windows
+    return str(Path(new, *inside.relative_to(old).parts)) if inside.is_relative_to(old) else path
 
 
 def check_fits(checkpoint: Mapping[str, Any], module: Any) -> None:  # an algorithm

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable
 from operator import itemgetter
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
@@ -167,10 +167,10 @@ def _best(run: Path, resumable: bool) -> Path | None:
     for path in _furthest_first(run):
         check_intact(path)
         for state in read_checkpoint(path, mapped=True).get("callbacks", {}).values():
-            given = Path(state.get("best_model_path") or "")
+            given = PureWindowsPath(state.get("best_model_path") or "")  # parses paths of all systems
             if not given.name or state.get("monitor") in KEEP_NEWEST:
                 continue
-            for best in (path.parent / given.name, given):  # the run may have been moved
+            for best in (path.parent / given.name, Path(state["best_model_path"])):  # the run may have been moved
                 if best.is_file():
                     check_intact(best)
                     return None if resumable and _has_only_weights(best) else best

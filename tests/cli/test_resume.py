@@ -366,6 +366,26 @@ def test_a_copied_run_keeps_the_score_of_its_best_checkpoint():
     assert best.exists()
 
 
+def test_a_run_of_windows_is_tested_and_resumed_on_other_systems():
+    main(["fit", *SMALL, "--max_env_steps=64"])
+    (best,) = RUN.glob("checkpoints/best*")
+
+    def on_windows(x):
+        if isinstance(x, dict):
+            return {on_windows(key): on_windows(value) for key, value in x.items()}
+        is_path = isinstance(x, str) and x.startswith(str(Path.cwd()))
+        return x.replace(str(Path.cwd()), "C:").replace("/", "\\") if is_path else x
+
+    for path in RUN.glob("checkpoints/*.ckpt"):
+        content = torch.load(path, weights_only=True)
+        torch.save(content | {"callbacks": on_windows(content["callbacks"])}, path)
+    assert main(["test", *SMALL, "--ckpt_path=best"]).trainer.ckpt_path == str(best)
+    saver = main(["fit", *SMALL, "--max_env_steps=65", "--ckpt_path=last"]).trainer.checkpoint_callback
+    assert [*saver.best_k_models] == [saver.best_model_path]
+    assert saver.best_model_path in [str(path.resolve()) for path in RUN.glob("checkpoints/best*")]
+    assert len([*RUN.glob("checkpoints/best*")]) == 1  # a better one replaces it
+
+
 def test_test_takes_the_best_checkpoint_of_the_newest_run():
     main(["fit", *SMALL, "--max_env_steps=64"])
     main(["fit", *SMALL, "--max_env_steps=96", "--seed_everything=1"])
