@@ -79,7 +79,11 @@ class SaveConfig(SaveConfigCallback):
                 logger.experiment  # noqa: B018 - makes its folder, and warns if that holds files
                 log = Path(logger.log_dir)
                 if log.resolve() != folder.resolve():
-                    (log / RUN_FOLDER).write_text(f"{os.path.relpath(folder, log)}\n")
+                    try:
+                        where = os.path.relpath(folder, log)
+                    except ValueError:  # on another drive of Windows
+                        where = str(folder.resolve())
+                    (log / RUN_FOLDER).write_text(f"{where}\n", encoding="utf-8")
 
 
 class OnPolicyCLI(LightningCLI):

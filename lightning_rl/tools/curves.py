@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -207,7 +207,8 @@ def _common_steps(runs: Sequence[Series]) -> Array:
 
 def _read_log(folder: Path) -> Log:
     pointer = folder / RUN_FOLDER
-    run = (folder / pointer.read_text().strip()).resolve() if pointer.is_file() else None
+    where = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+    run = None if where is None else (folder / PureWindowsPath(where).as_posix()).resolve()  # parses all systems' paths
     configs = [read_yaml(path, "config") or {} for path in configurations(run or folder)]
     if not configs and (logged := folder / "hparams.yaml").is_file():  # of a script
         with suppress(ConfigurationError):  # other programs log Python objects

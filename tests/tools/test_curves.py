@@ -197,7 +197,7 @@ def test_logs_of_resumed_run_are_joined_and_last_values_count(tmp_path):
         logger.log_metrics({f"only/{version}": version}, step=first)
         logger.save()
         if version < 2:  # the third log has no run folder
-            (folder / RUN_FOLDER).write_text("../../run\n")
+            (folder / RUN_FOLDER).write_text("../../run\n" if version else "..\\..\\run\n")  # the first from Windows
     one, other = sorted(joined(reversed(find_logs(tmp_path / "logs"))), key=lambda log: log.run is None)
     assert one.scalars[RETURN].steps.tolist() == [10, 20, 30, 40, 50]
     assert one.scalars[RETURN].values.tolist() == [1, 2, 30, 40, 50]
@@ -237,6 +237,19 @@ def test_resumed_run_with_csv_logger_is_one_seed(in_tmp_path, monkeypatch, capsy
     capsys.readouterr()
     plot(monkeypatch, "logs", "--metric=train/loss")
     assert not capsys.readouterr().err
+
+
+def test_log_on_another_drive_than_the_run_folder_belongs_to_its_run(in_tmp_path, monkeypatch):
+    fit = ["fit", "--model=PPO", "--data.env_id=CartPole-v1", "--data.num_envs=2", "--data.rollout_length=16"]
+    fit += ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs", "--max_env_steps=32"]
+
+    def relpath(path, start=None):
+        raise ValueError("path is on mount 'C:', start on mount 'D:'")  # as on Windows
+
+    monkeypatch.setattr("os.path.relpath", relpath)
+    run_dir = main([*fit, "--trainer.accelerator=cpu", "--trainer.limit_val_batches=0"]).run_dir
+    (log,) = find_logs("logs")
+    assert log.run == run_dir.resolve() and log.algorithm == "PPO"
 
 
 def plot(monkeypatch, *arguments):
