@@ -113,7 +113,7 @@ class InterruptionGuard(Callback):
                 _print(f"{name}: stopping after the update from this rollout; a second signal stops at once")
         elif now - earlier[0] > _SAME_SIGNAL:
             if (launcher := trainer.strategy.launcher) is not None:
-                launcher.kill(signal.SIGKILL)
+                launcher.kill(getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows SIGTERM kills
             os._exit(128 + signum)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:

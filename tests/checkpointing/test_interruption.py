@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -245,6 +246,26 @@ def test_signal_repeated_at_once_counts_as_one(interrupt, tmp_path):
         run(tmp_path, *interrupt("update", send(signal.SIGTERM, signal.SIGTERM)))
     assert exit_.value.code == 143
     assert stored(tmp_path / "last.ckpt") == INTERRUPTED_IN + 1
+
+
+def test_second_signal_kills_the_other_ranks_where_there_is_no_sigkill(tmp_path, monkeypatch):
+    class OnWindows(Callback):
+        killed: tuple[int, ...] = ()
+
+        def kill(self, signum: int) -> None:
+            self.killed += (signum,)
+
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            with monkeypatch.context() as patch:
+                patch.delattr(signal, "SIGKILL")
+                patch.setattr(os, "_exit", sys.exit)
+                patch.setattr(type(trainer.strategy), "launcher", self)
+                patch.setattr("lightning_rl.checkpointing.interruption._SAME_SIGNAL", -1.0)
+                send(signal.SIGTERM, signal.SIGTERM)()
+
+    with pytest.raises(SystemExit) as exit_:
+        run(tmp_path, windows := OnWindows())
+    assert (exit_.value.code, windows.killed) == (143, (signal.SIGTERM,))
 
 
 def test_checkpoints_due_in_last_rollout_are_saved(interrupt, tmp_path):
