@@ -18,6 +18,9 @@ def run() -> None:
     if os.getcwd() not in sys.path and "" not in sys.path:
         # Like `python -m`, so that configurations can name modules in the current folder.
         sys.path.insert(0, os.getcwd())
+    main_module = sys.modules["__main__"]
+    if getattr(main_module.__spec__, "name", None) == "__main__":  # of an archive, as the .exe on Windows is
+        main_module.__spec__ = __spec__  # the name by which Lightning starts further ranks
     arguments = sys.argv[1:]
     _answer_at_once(arguments)
     with _quiet_interrupt():

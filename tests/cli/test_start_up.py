@@ -1,14 +1,19 @@
 """What starts with the command line: as little as it can, counted in modules."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from lightning_rl import __version__
+from tests.cli.test_main import SMALL
+
+ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import contextlib, io, json, sys
@@ -31,9 +36,7 @@ HEAVY = {
 
 
 def test_help_imports_little_more_than_lightning():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=280
-    )
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT, timeout=280)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     assert "fit" in seen["help"]
@@ -101,3 +104,18 @@ assert before[1] == {name: log for name, log in after[1].items() if name in befo
 def test_importing_the_package_has_no_side_effects():
     done = subprocess.run([sys.executable, "-c", SIDE_EFFECTS], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
+
+
+def test_program_in_an_archive_starts_further_ranks(in_tmp_path):
+    with zipfile.ZipFile("lightning-rl.exe", "w") as archive:  # as pip installs it on Windows
+        archive.writestr("__main__.py", "from lightning_rl.__main__ import run\nrun()\n")
+    options = [*SMALL, "--trainer.fast_dev_run=1", "--trainer.devices=2", "--trainer.strategy=ddp"]
+    done = subprocess.run(
+        [sys.executable, "lightning-rl.exe", "fit", *options],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "GLOBAL_RANK: 1, MEMBER: 2/2" in done.stderr
