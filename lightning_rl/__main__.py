@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import io
 import os
 import signal
 import sys
@@ -21,6 +22,10 @@ def run() -> None:
     main_module = sys.modules["__main__"]
     if getattr(main_module.__spec__, "name", None) == "__main__":  # of an archive, as the .exe on Windows is
         main_module.__spec__ = __spec__  # the name by which Lightning starts further ranks
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
+        # Pipes and files on Windows have no Greek letters, which the help has.
+        with contextlib.suppress(OSError):  # the program has redirected it from a file to a pipe
+            sys.stdout.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:]
     _answer_at_once(arguments)
     with _quiet_interrupt():

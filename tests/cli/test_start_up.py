@@ -119,3 +119,15 @@ def test_program_in_an_archive_starts_further_ranks(in_tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "GLOBAL_RANK: 1, MEMBER: 2/2" in done.stderr
+
+
+def test_help_is_printed_where_the_encoding_lacks_letters():
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_rl", "fit", "--model.help", "PPO"],
+        capture_output=True,
+        timeout=200,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "cp1252"},  # as in a pipe on Windows
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert rb"GAE_LAMBDA \u03bb of the advantage estimates" in b" ".join(done.stdout.split())
