@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,7 +25,7 @@ _CHUNK = 1 << 18  # bytes; larger ones are not faster
 _FOLDER = 0x10
 # Must not look like a checkpoint: Lightning looks for numbers in names.
 _PREFIX, _SUFFIX = ".unfinished-", ".tmp"
-# Seconds that a program which reads a file on Windows, such as an evaluation, may delay its replacement.
+# Seconds that a program which reads a file on Windows, such as an evaluation, may delay its replacement or removal.
 _PATIENCE = 30.0
 
 
@@ -112,7 +112,7 @@ def _write(path: Path, content: bytes | memoryview) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        _replace(unfinished, path)
+        when_closed(os.replace, unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
@@ -124,12 +124,13 @@ def _write(path: Path, content: bytes | memoryview) -> None:
             os.close(folder)
 
 
-def _replace(source: Path, target: Path) -> None:
-    """Rename a file; on Windows, which cannot replace open files, wait until other programs have read the target."""
+def when_closed(change: Callable[..., object], *paths: str | Path) -> None:
+    """Rename or remove a file; on Windows, which refuses this for open files, wait until other programs close it."""
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:
-            return os.replace(source, target)
+            change(*paths)
+            return
         except PermissionError:
             if os.name != "nt" or time.monotonic() > deadline:
                 raise

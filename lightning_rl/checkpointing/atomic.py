@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore
 
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format
 from lightning_rl.distributed import gather_ranks
-from lightning_rl.files import WriteFailure, read_data, save_file
+from lightning_rl.files import WriteFailure, read_data, save_file, when_closed
 from lightning_rl.training.clock import ends_epoch, validates_now
 from lightning_rl.validation import ConfigurationError, ExplainedError, check
 
@@ -60,6 +60,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 f"checkpoint {error}; earlier checkpoints are unchanged. Free some space or choose another folder, "
                 "then resume"
             ) from error.__cause__
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        when_closed(super().remove_checkpoint, path)
 
 
 class LastCheckpoint(ModelCheckpoint):

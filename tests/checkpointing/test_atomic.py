@@ -78,6 +78,20 @@ def test_checkpoint_that_another_program_reads_is_replaced_later_on_windows(pati
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_checkpoint_that_another_program_reads_is_removed_later_on_windows(path, monkeypatch):
+    remove, refusals = os.remove, [PermissionError(13, "Access is denied")] * 2
+
+    def refused_twice(*paths: object) -> None:
+        if refusals:
+            raise refusals.pop()
+        remove(*paths)
+
+    monkeypatch.setattr("lightning_rl.files.os", SimpleNamespace(name="nt"))
+    monkeypatch.setattr(os, "remove", refused_twice)
+    AtomicCheckpointIO().remove_checkpoint(path)
+    assert not path.exists() and not refusals
+
+
 def test_unwritable_folder_raises_error_with_path(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
