@@ -1,6 +1,7 @@
 """The option groups of the data module: `env`, `actors`, `evaluation`."""
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -173,7 +174,9 @@ def test_the_command_line_changes_single_options_of_a_configuration(in_tmp_path,
 def test_the_groups_have_no_common_base_class_and_each_option_is_documented():
     for group in (EnvConfig, ActorConfig, EvaluationConfig):
         assert group.__bases__ == (object,)
-        assert not [field.name for field in dataclasses.fields(group) if f"        {field.name}: " not in group.__doc__]
+        documented = inspect.getdoc(group).splitlines()
+        for field in dataclasses.fields(group):
+            assert any(line.startswith(f"    {field.name}: ") for line in documented), field.name
 
 
 def test_recorded_episodes_have_the_same_groups(in_tmp_path):
