@@ -257,7 +257,7 @@ def test_worker_killed_between_a_step_and_a_checkpoint_does_not_stop_the_checkpo
 
 
 def test_stopped_worker_is_replaced_after_one_timeout(failing):
-    environments = failing("raise", at=99, backend="async")
+    environments = failing("hang", at=99, backend="async")  # with a short timeout; none hangs on its own
     environments.reset()
     stopped = environments.env.processes[3]
     os.kill(stopped.pid, signal.SIGSTOP)
