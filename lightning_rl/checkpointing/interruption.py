@@ -63,6 +63,13 @@ class InterruptionGuard(Callback):
         report_log_failures(trainer)
         if stage != "fit":
             return
+        # Lightning keeps the counters of an epoch that an earlier fit left. The next checkpoint would be resumed at the
+        # wrong place in its epoch, or train nothing forever. `ckpt_path` restores its own counters later.
+        loop: Any = trainer.fit_loop
+        loop.epoch_loop.restarting = False
+        for progress in (loop.epoch_progress, loop.epoch_loop.batch_progress):
+            for count in (progress.total, progress.current):
+                count.ready = count.started = count.completed = count.processed
         # Callbacks that `configure_callbacks` of a subclass adds come after this one, but their hooks must run first.
         found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         found = sorted(found, key=lambda x: (isinstance(x, Checkpoint), x is self))

@@ -207,6 +207,34 @@ def test_stop_in_last_rollout_of_an_epoch_keeps_number_of_epochs(interrupt, whol
     assert differences(resumed.state_dict(), whole["state_dict"]) == []
 
 
+class SignalsIn(Callback):
+    """Sends SIGINT in some rollouts, and keeps the place of each rollout in its epoch."""
+
+    def __init__(self, *rollouts: int) -> None:
+        self.rollouts, self.places = list(rollouts), list[int]()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: PPO, batch: Any, batch_idx: int) -> None:
+        self.places.append(batch_idx)
+        if pl_module.policy_version in self.rollouts:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (0, 2), (1, 5), (3, 4)])
+def test_fit_after_a_stop_saves_checkpoints_that_continue_in_the_middle_of_an_epoch(first, second, tmp_path):
+    stops = SignalsIn(first, second)
+    options = {"enable_checkpointing": True, "max_epochs": 4}
+    data = make_data(rollouts_per_epoch=3)
+    model = make_model(data)
+    trainer = make_trainer(callbacks=[stops, LastCheckpoint(tmp_path)], **options)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            trainer.fit(model, data)
+    resumed = SignalsIn()
+    trainer = make_trainer(callbacks=[resumed, LastCheckpoint(tmp_path)], **options)
+    trainer.fit(make_model(data), make_data(rollouts_per_epoch=3), ckpt_path=tmp_path / "last.ckpt")
+    assert (stops.places[first + 1 :] + resumed.places)[:6] == [0, 1, 2, 0, 1, 2]
+
+
 def test_signal_in_last_rollout_lets_run_finish(interrupt, whole, tmp_path):
     assert run(tmp_path, *interrupt("update", send(signal.SIGTERM), ROLLOUTS - 1)).policy_version == ROLLOUTS
     assert differences(run_state(tmp_path / "last.ckpt"), whole) == []
