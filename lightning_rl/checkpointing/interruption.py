@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ class InterruptionGuard(Callback):
     * A Trainer without any checkpoint callback warns once per run.
     * After the first SIGINT (Ctrl-C) or SIGTERM, the update from the current rollout finishes, `LastCheckpoint` saves,
       and `Trainer.fit` raises `SystemExit` with status 130 or 143. A single learner that waits for asynchronous actors
-      stops at once. A second signal kills the process.
+      stops at once. A second signal kills the process; a second SIGINT in a notebook or IPython ends only `fit`.
     * SLURM's signal for requeueing the job (SIGUSR1) also waits for the end of the update.
     * `Trainer.save_checkpoint` raises during a rollout or its update; `ModelCheckpoint(save_on_exception=True)` and
       `OnExceptionCheckpoint` then save nothing, and with several ranks save after signals only.
@@ -119,6 +120,8 @@ class InterruptionGuard(Callback):
                 name = signal.Signals(signum).name
                 _print(f"{name}: stopping after the update from this rollout; a second signal stops at once")
         elif now - earlier[0] > _SAME_SIGNAL:
+            if signum == signal.SIGINT and hasattr(sys, "ps1"):  # an interactive session, with variables to keep
+                raise KeyboardInterrupt
             if (launcher := trainer.strategy.launcher) is not None:
                 launcher.kill(getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows SIGTERM kills
             os._exit(128 + signum)

@@ -276,6 +276,17 @@ def test_signal_repeated_at_once_counts_as_one(interrupt, tmp_path):
     assert stored(tmp_path / "last.ckpt") == INTERRUPTED_IN + 1
 
 
+def test_second_ctrl_c_in_an_interactive_session_ends_fit_and_keeps_the_process(interrupt, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr("lightning_rl.checkpointing.interruption._SAME_SIGNAL", 0.0)
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("the process ended"))
+    with pytest.raises(SystemExit) as exit_:
+        run(tmp_path, *interrupt("update", send(signal.SIGINT, signal.SIGINT)))
+    assert exit_.value.code == 1  # as Lightning ends a run after KeyboardInterrupt
+    assert stored(tmp_path / "last.ckpt") == 3
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
 def test_second_signal_kills_the_other_ranks_where_there_is_no_sigkill(tmp_path, monkeypatch):
     class OnWindows(Callback):
         killed: tuple[int, ...] = ()
