@@ -5,6 +5,7 @@ A program computes loss and gradient, or loss, gradient and Adam step.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple, cast
@@ -211,6 +212,7 @@ class Capture:
         self.graph: Graph | None = None
         self.compute: Callable[[Graph], Sequence[Tensor]] = lambda graph: graph.outputs
         self.count = 0
+        self._graphs: list[Graph] = []
 
         def computed(batch: Any) -> ComputedLoss:
             loss = loss_of(batch)
@@ -218,7 +220,7 @@ class Capture:
             limits = dict(loss.limits)
             return ComputedLoss(loss.recorded, loss.total, terms, loss.first_log_ratios, limits, loss.has_value)
 
-        self._guarded = torch.compile(fresh(computed), backend=self._made, fullgraph=True, dynamic=False)
+        self._guarded = torch.compile(fresh(computed), backend=weakly(self._made), fullgraph=True, dynamic=False)
 
     def __call__(self, batch: Any) -> ComputedLoss:
         """Check the guards, and return the loss."""
@@ -227,11 +229,12 @@ class Capture:
                 maybe_mark_dynamic(x, 0)
         return self._guarded(batch)  # type: ignore[no-any-return]
 
-    def _made(self, module: GraphModule, examples: Sequence[Any]) -> Graph:
+    def _made(self, module: GraphModule, examples: Sequence[Any]) -> Callable[..., Sequence[Tensor]]:
         self.count += 1
         if self.count > _MOST_GRAPHS:
             raise RuntimeError("a number or shape that the loss depends on changes from rollout to rollout")
-        return Graph(self, module)
+        self._graphs.append(Graph(self, module))
+        return weakly(self._graphs[-1].__call__)
 
 
 def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,6 +242,15 @@ def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
     assert isinstance(function, FunctionType)
     code, given = function.__code__.replace(), function.__globals__
     return FunctionType(code, given, function.__name__, function.__defaults__, function.__closure__)
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method, but does not keep its object.
+
+    PyTorch's compiler keeps each backend, and what it returns, until the process ends: a sweep would keep every model.
+    """
+    reference = weakref.WeakMethod(method)
+    return lambda *given: cast(Any, reference())(*given)
 
 
 class Gradient:
@@ -293,7 +305,7 @@ class Compiled:
             mark_dynamic(graph.inputs[k], dim)
         self._options = {"cpp_wrapper": True} if device.type == "cpu" else {}
         # Only the marked sizes: otherwise numbers that differ from those of an earlier program become inputs.
-        self._first = torch.compile(fresh(function), backend=self._made, fullgraph=True, dynamic=False)
+        self._first = torch.compile(fresh(function), backend=weakly(self._made), fullgraph=True, dynamic=False)
         self._code: Callable[..., Sequence[Tensor]] | None = None
         # The place of each input among the given tensors, with the dimension of which it is the size.
         self._places: list[tuple[int, int | None]] = []
@@ -318,13 +330,12 @@ class Compiled:
     def _made(self, module: GraphModule, examples: Sequence[Any]) -> Callable[..., Sequence[Tensor]]:
         self._module = module
         self._code = cast(Any, lookup_backend("inductor"))(module, list(examples), config_patches=self._options)
+        return weakly(self._run_code)
 
-        def code(*inputs: Any) -> Sequence[Tensor]:
-            assert self._code is not None
-            self._inputs, self._outputs = inputs, self._code(*inputs)
-            return self._outputs
-
-        return code
+    def _run_code(self, *inputs: Any) -> Sequence[Tensor]:
+        assert self._code is not None
+        self._inputs, self._outputs = inputs, self._code(*inputs)
+        return self._outputs
 
 
 def recorded(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:

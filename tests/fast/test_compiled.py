@@ -1,10 +1,12 @@
 """The compiled engine: when it updates, what it keeps of the plain engine, and what it says."""
 
 import copy
+import gc
 import logging
 import math
 import pickle
 import shutil
+import weakref
 from typing import Any
 
 import pytest
@@ -102,6 +104,15 @@ def test_rollouts_of_other_sizes_do_not_recompile(uncompiled):
         ends.append(model)
     assert num_graphs(ends[0]) == 1
     assert_alike(*ends)
+
+
+@needs_compiler
+def test_memory_of_a_run_is_freed_after_it():
+    model = learn(rollouts=range(2))
+    kept = [weakref.ref(x) for x in (model, model.trainer, next(model.parameters()))]
+    del model
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None, None]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
