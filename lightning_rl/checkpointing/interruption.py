@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
     rank_zero_info,
     rank_zero_only,
@@ -121,7 +122,9 @@ class InterruptionGuard(Callback):
                 _print(f"{name}: stopping after the update from this rollout; a second signal stops at once")
         elif now - earlier[0] > _SAME_SIGNAL:
             if signum == signal.SIGINT and hasattr(sys, "ps1"):  # an interactive session, with variables to keep
-                raise KeyboardInterrupt
+                if trainer.state.status == TrainerStatus.RUNNING:
+                    raise KeyboardInterrupt
+                return  # the run closes its environments already
             if (launcher := trainer.strategy.launcher) is not None:
                 launcher.kill(getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows SIGTERM kills
             os._exit(128 + signum)

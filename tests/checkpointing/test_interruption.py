@@ -287,6 +287,17 @@ def test_second_ctrl_c_in_an_interactive_session_ends_fit_and_keeps_the_process(
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
+def test_second_ctrl_c_while_an_interactive_run_closes_changes_nothing(interrupt, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr("lightning_rl.checkpointing.interruption._SAME_SIGNAL", 0.0)
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("the process ended"))
+    monkeypatch.setattr(RolloutDataModule, "on_exception", lambda self, error: send(signal.SIGINT)())
+    with pytest.raises(SystemExit) as exit_:
+        run(tmp_path, *interrupt("update", send(signal.SIGINT)))
+    assert exit_.value.code == 130
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
 def test_second_signal_kills_the_other_ranks_where_there_is_no_sigkill(tmp_path, monkeypatch):
     class OnWindows(Callback):
         killed: tuple[int, ...] = ()
