@@ -114,7 +114,7 @@ def _load_yaml(text: str) -> Any:
 
 
 def _dump_yaml(settings: Any) -> str:
-    """Return YAML in ASCII, which every system reads alike: the parser reads files in the encoding of the system."""
+    # In ASCII, which every system reads alike: the parser reads files in the encoding of the system.
     return f"# lightning=={version('lightning')}\n{yaml.safe_dump(settings, sort_keys=False)}"
 
 

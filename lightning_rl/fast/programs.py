@@ -245,10 +245,8 @@ def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method, but does not keep its object.
-
-    PyTorch's compiler keeps each backend, and what it returns, until the process ends: a sweep would keep every model.
-    """
+    """Return a function that calls a method, but does not keep its object."""
+    # PyTorch's compiler keeps each backend and what it returns until the process ends: a sweep would keep every model.
     reference = weakref.WeakMethod(method)
     return lambda *given: cast(Any, reference())(*given)
 
