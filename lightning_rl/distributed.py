@@ -147,12 +147,15 @@ def moments(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     Parts are `[N]`; N may differ between parts and ranks. One collective call (formula of Chan et al., 1979).
     """
     counts = parts[0].new_tensor([len(part) for part in parts])
-    means = torch.stack([part.sum() for part in parts]) / counts.clamp(min=1)
-    squares = torch.stack([(part - mean).square().sum() for part, mean in zip(parts, means, strict=True)])
-    counts, means, squares = gather_tensors(torch.stack([counts, means, squares])).unbind(1)
-    total = counts.sum(0)
-    mean = (counts * means).sum(0) / total.clamp(min=1)
-    return total, mean, (squares + counts * (means - mean).square()).sum(0)
+    # An entry is subtracted first, so that equal entries give exact zeros although their mean is rounded.
+    firsts = torch.stack([part[0] if len(part) else part.sum() for part in parts])
+    shifted = [part - first for part, first in zip(parts, firsts, strict=True)]
+    pairs = [torch.var_mean(part, correction=0) if len(part) else (part.sum(), part.sum()) for part in shifted]
+    variances, means = map(torch.stack, zip(*pairs, strict=True))
+    counts, means, squares = gather_tensors(torch.stack([counts, firsts + means, counts * variances])).unbind(1)
+    total, origin = counts.sum(0), means.gather(0, counts.argmax(0, keepdim=True))
+    deviation = (counts * (means - origin)).sum(0) / total.clamp(min=1)
+    return total, origin[0] + deviation, (squares + counts * (means - origin - deviation).square()).sum(0)
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:

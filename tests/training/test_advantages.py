@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_rl import A2C, CLEAR, IMPALA, PPO, VMPO, FailedUpdate, PPOKLPenalty, Rollout, TFAgentsPPO
 from lightning_rl.distributed import moments
 from lightning_rl.rollouts.batch import Batch
-from lightning_rl.training.advantages import AdvantageEstimator
+from lightning_rl.training.advantages import AdvantageEstimator, explained_variance
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.normalizers import Normalizers
 from lightning_rl.training.parameter_groups import weights_by_part
@@ -558,7 +558,18 @@ def test_moments_cover_all_ranks(monkeypatch):
     )
 
 
-def test_equal_advantages_on_several_ranks_become_0(monkeypatch):
+@pytest.mark.parametrize("constant", [0.1, 1e6 + 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_advantages_on_several_ranks_become_0(monkeypatch, dtype, constant):
     for rank in Ranks(monkeypatch):
-        standardized = estimator().standardize([torch.full((rank + 3,), 0.1)])[0]
+        standardized = estimator().standardize([torch.full((rank + 3,), constant, dtype=dtype)])[0]
     assert not standardized.any()
+
+
+@pytest.mark.parametrize("constant", [0.1, 1e6 + 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_explained_variance_of_equal_targets_on_several_ranks_is_nan(monkeypatch, dtype, constant):
+    for rank in Ranks(monkeypatch):
+        targets = torch.full((7 * rank,), constant, dtype=dtype)
+        found = explained_variance(torch.randn(7 * rank, dtype=dtype), targets)
+    assert found.isnan()
