@@ -315,7 +315,7 @@ def vmpo_temperature_loss(
     check.not_negative(epsilon=epsilon)
     if len(advantages) == 0:  # a rank may have no row of a minibatch
         return 0 * temperature
-    return temperature * (epsilon + torch.logsumexp(_logits(advantages, temperature, weights), dim=0))
+    return temperature * (epsilon + torch.logsumexp(_logits(advantages, temperature, weights), dim=0)) + advantages[0]
 
 
 def lagrangian(divergence: Tensor, coefficient: Tensor, epsilon: float) -> Tensor:
@@ -328,7 +328,10 @@ def lagrangian(divergence: Tensor, coefficient: Tensor, epsilon: float) -> Tenso
 
 
 def _logits(advantages: Tensor, temperature: Tensor, weights: Tensor | None) -> Tensor:
-    """Return A / η plus the log-share of each row, so that the sum of their exponentials is a weighted mean."""
+    """Return (A - A[0]) / η plus the log-share of each row: the sum of their exponentials is a weighted mean.
+
+    Without the difference, the gradient of η would cancel where the mean advantage is much larger than η.
+    """
     weights = torch.ones_like(advantages) if weights is None else weights.to(advantages.dtype)
     check.same_shape(advantages=advantages, weights=weights)
-    return advantages / temperature + (weights / weights.sum()).log()
+    return (advantages - advantages[:1]) / temperature + (weights / weights.sum()).log()

@@ -7,6 +7,8 @@ import torch
 
 from lightning_rl.functional import better_half, lagrangian, vmpo_policy_loss, vmpo_temperature_loss
 
+from .helpers import gradient
+
 ADVANTAGES = torch.tensor([0.3, -0.1, 2.0, 0.9, 0.4], dtype=torch.float64)
 LOG_PROBS = torch.tensor([-1.0, -2.0, -0.5, -3.0, -0.1], dtype=torch.float64)
 WEIGHTS = torch.tensor([1.0, 3.0, 2.0, 1.0, 2.0], dtype=torch.float64)
@@ -63,6 +65,20 @@ def test_temperature_loss_is_minimal_where_kl_to_uniform_is_epsilon(weights):
         psi = uniform * (ADVANTAGES / value).exp() / mean
         divergence = (psi * (psi / uniform).log()).sum().item()
         assert eta.grad.item() == pytest.approx(0.1 - divergence, rel=1e-9)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("offset", [1e3, 1e6, -1e6])
+def test_a_large_mean_advantage_does_not_change_the_gradients(offset, temperature):
+    """In float32; η then is much smaller than the advantages, as before the critic has learned the returns."""
+    advantages = torch.arange(64) / 16 + offset  # exact
+
+    def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+        a, eta = advantages.to(dtype), torch.tensor(temperature, dtype=dtype)
+        of_eta = gradient(lambda x: vmpo_temperature_loss(a, x, 0.1), eta)
+        return [of_eta.double(), gradient(lambda x: vmpo_policy_loss(x, a, eta), torch.zeros_like(a)).double()]
+
+    torch.testing.assert_close(gradients(torch.float32), gradients(torch.float64), rtol=1e-4, atol=1e-5)
 
 
 def test_temperature_loss_of_equal_advantages_and_of_no_rows():
