@@ -143,6 +143,19 @@ def test_monitored_values_are_not_rounded_to_bfloat16():
     assert trainer.callback_metrics["rollout/episode_return"].item() == pytest.approx(logged, rel=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_recorded_numbers_are_exact_in_every_precision(precision):
+    class Measured(PPO):
+        def update(self, rollout):
+            super().update(rollout)
+            self.steps.observe(cost=12345.678)
+
+    data, recorder = make_data(rollouts_per_epoch=1), Recorder()
+    model = Measured(data.observation_space, data.action_space, policy={"hidden_sizes": (8,)})
+    make_trainer(precision=precision, callbacks=[recorder]).fit(model, data)
+    assert recorder.column("cost") == [12345.678]
+
+
 @pytest.mark.parametrize("precision", ["64-true", "16-mixed"])
 def test_a_run_resumes_bit_for_bit(precision, tmp_path):
     """Parameters are not rounded to float32 on the way, and the checkpoint has the loss scale."""

@@ -384,7 +384,7 @@ class OnPolicyAlgorithm(LightningModule):
         self.steps.begin()
         self.steps.observe(**action_saturation(self.policy, rollout))
         if self.learns_off_policy:
-            self.steps.observe(policy_lag=torch.tensor(float(lag), device=self.device))
+            self.steps.observe(policy_lag=lag)
         for replay in self.replays.values():
             replay.begin()
         coef: Any = getattr(self, "entropy_coef", None)

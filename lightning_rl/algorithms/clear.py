@@ -119,7 +119,4 @@ class CLEAR(IMPALA):
         stored.values = on_grid(steps.estimates.values, places, rollout.values)
         stored.weights = on_steps(steps.batch.weights) if "weights" in steps.batch.fields else None
         self.kept.append(stored, self.generator, old_distribution=map_leaves(on_steps, steps.distributions))
-        self.steps.observe(
-            replay_bytes=torch.tensor(float(self.kept.num_bytes), device=self.device),
-            replay_unrolls=torch.tensor(float(len(self.kept)), device=self.device),
-        )
+        self.steps.observe(replay_bytes=self.kept.num_bytes, replay_unrolls=len(self.kept))

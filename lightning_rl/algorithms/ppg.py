@@ -260,9 +260,7 @@ class PPG(PPO):
         """Log the size of the stored rollouts, and the largest advantage of the newest one."""
         size = sum(replay.num_bytes for replay in self.replays.values())
         largest = batch.advantages.abs().max() if len(batch) else batch.advantages.sum()
-        self.steps.observe(
-            aux_memory_bytes=torch.tensor(float(size), device=self.device), max_abs_advantage=all_reduce(largest, "max")
-        )
+        self.steps.observe(aux_memory_bytes=size, max_abs_advantage=all_reduce(largest, "max"))
 
     def auxiliary_minibatches(self) -> Iterator[Batch]:
         """Yield the minibatches of one pass over the stored steps, in random order, without those that lack rows."""

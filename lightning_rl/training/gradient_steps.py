@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_rl import fast
-from lightning_rl.distributed import all_reduce, average, world_size
+from lightning_rl.distributed import all_reduce, average, exact_dtype, world_size
 from lightning_rl.policies.sharding import is_sharded, reshard, whole
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.optimizers import AdaptiveLearningRate
@@ -151,7 +151,7 @@ class GradientSteps:
         self.record.start_phase(prefix)
         for group, rate in rates:
             group["lr"] = rate * rate_scale
-        self.observe(learning_rate=torch.tensor(rates[0][1] * rate_scale, device=self.model.device))
+        self.observe(learning_rate=rates[0][1] * rate_scale)
         try:
             yield
         finally:
@@ -235,7 +235,7 @@ class GradientSteps:
     def adapt_learning_rate(self, means: dict[str, float]) -> None:
         """Apply `adaptive_learning_rate` to the actor's optimizer, equally on all ranks."""
         if self.adaptive_learning_rate is not None and "approx_kl" in means:
-            mean_kl = average(torch.tensor(means["approx_kl"], device=self.model.device))
+            mean_kl = average(_exact(means["approx_kl"], self.model.device))
             self.adaptive_learning_rate.adapt(self.optimizers[0].optimizer, float(mean_kl))
 
     @property
@@ -458,7 +458,7 @@ class UpdateRecord:
     def add(self, **terms: Tensor | float) -> None:
         """Record scalars of a minibatch that must be finite; `means` returns their mean over minibatches."""
         for name, term in terms.items():
-            value = term.detach() if isinstance(term, Tensor) else torch.tensor(float(term), device=self.is_open.device)
+            value = term.detach() if isinstance(term, Tensor) else _exact(term, self.is_open.device)
             if value.numel() != 1:
                 raise ValueError(f"{name} has the shape {tuple(value.shape)}: expected a scalar to record")
             self.add_together((name,), value)
@@ -527,6 +527,11 @@ class UpdateRecord:
 
     def not_finite(self, means: dict[str, float]) -> dict[str, float]:
         return {n: x for n, x in means.items() if not math.isfinite(x) and n not in self.observed}
+
+
+def _exact(number: float, device: torch.device) -> Tensor:
+    """Return a number as a tensor; the default dtype is bfloat16 in the updates of `bf16-true`."""
+    return torch.tensor(float(number), dtype=exact_dtype(device), device=device)
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
