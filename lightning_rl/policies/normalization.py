@@ -70,7 +70,8 @@ class RunningMoments(nn.Module):
         self.count.copy_(torch.where(taken, new_count, self.count))
 
     def scale(self, epsilon: float) -> Tensor:
-        return (self.variance + epsilon).rsqrt()
+        # With an epsilon of 0, the scale of an entry that never changes would be infinite, and the entry 0 * inf.
+        return (self.variance + max(epsilon, torch.finfo(torch.float32).tiny)).rsqrt()
 
 
 class ObservationNormalizer(nn.Module):

@@ -138,8 +138,9 @@ def test_booleans_are_normalized_as_numbers():
     assert not torch.equal(normalizer(rows), rows.float())
 
 
-def test_constant_observations_become_zero():
-    normalizer = ObservationNormalizer((1,))
+@pytest.mark.parametrize("epsilon", [1e-8, 0.0])
+def test_constant_observations_become_zero(epsilon):
+    normalizer = ObservationNormalizer((1,), epsilon=epsilon)
     normalizer.update(torch.full((10, 1), 7.0))
     assert normalizer(torch.full((3, 1), 7.0)).tolist() == [[0]] * 3
 
