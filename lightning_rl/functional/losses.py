@@ -21,7 +21,8 @@ def clipped_surrogate_loss(log_ratios: Tensor, advantages: Tensor, clip_range: T
     """Return PPO's clipped surrogate loss of each step (Schulman et al., 2017, arXiv 1707.06347, eq. 7, negated).
 
     `-min(ratio * A, clip(ratio, 1 - clip_range, 1 + clip_range) * A)`: there is no gradient once the ratio has left the
-    range in the direction that the advantage favors.
+    range in the direction that the advantage favors, except NaN where the ratio overflows: above a log-ratio of 88.7 in
+    float32.
 
     Args:
         log_ratios: Any shape.
@@ -46,7 +47,7 @@ def dual_clipped_surrogate_loss(
 
     The ratio is clipped to `[1 - clip_range_low, 1 + clip_range_high]`. If the advantage is negative, this loss still
     grows without bound as the ratio grows. The dual clip (Ye et al., 2020, arXiv 1912.09729, eq. 5) limits the loss to
-    `-dual_clip * A` in this case, with no gradient for ratios above `dual_clip`.
+    `-dual_clip * A` in this case, with no gradient for ratios above `dual_clip`, or NaN where they overflow.
 
     Args:
         log_ratios: Any shape.

@@ -2,12 +2,12 @@
 
 Every return is `y[t] = x[t] + decay[t] * y[t + 1]`. The functions differ only in `x` and `decay`:
 
-| function             | x                                            | decay                  |
-|----------------------|----------------------------------------------|------------------------|
-| `discounted_returns` | `r`                                          | `discount`             |
-| `td_lambda_returns`  | `r + discount * (1 - trace) * next_value`    | `discount * trace`     |
-| `gae`                | `delta = r + discount * next_value - value`  | `discount * trace`     |
-| `vtrace`             | `min(clip_rho, rho) * delta`                 | `discount * trace * c` |
+| function             | x                                           | decay                                  |
+|----------------------|---------------------------------------------|----------------------------------------|
+| `discounted_returns` | `r`                                         | `discount`                             |
+| `td_lambda_returns`  | `r + discount * (1 - trace) * next_value`   | `discount * trace`                     |
+| `gae`                | `delta = r + discount * next_value - value` | `discount * trace`                     |
+| `vtrace`             | `min(clip_rho, rho) * delta`                | `discount * trace * min(clip_c, rho)`  |
 
 Three tensors say how episodes end, so that no function takes `done`:
 

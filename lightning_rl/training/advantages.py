@@ -111,7 +111,7 @@ class AdvantageEstimator:
                 return [rl.normalize_rows(parts[0].unsqueeze(0)).squeeze(0)]
             same = (list(some) for _, some in itertools.groupby(parts, key=len))
             return [part for some in same for part in rl.normalize_rows(torch.stack(some)).unbind()]
-        # In float64 the mean of equal entries is exact, so they become 0 instead of noise.
+        # In float64 no digits of advantages in float32 are lost; equal entries become 0.
         exact = [part.to(exact_dtype(part.device)) for part in parts]
         counts, means, squares = moments(exact)
         scales = (squares / (counts - 1).clamp(min=1)).sqrt() + 1e-8
