@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_rl import OffPolicyPPG, Rollout
+from lightning_rl import PPG, OffPolicyPPG, Rollout
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import BatchPair
 from lightning_rl.validation import ConfigurationError
@@ -172,6 +172,20 @@ def test_largest_advantage_is_logged_before_it_is_normalized() -> None:
     for model in (normalized, raw):
         fit(model, 1)
     assert normalized.losses["max_abs_advantage"] == raw.losses["max_abs_advantage"] > 0
+
+
+@pytest.mark.parametrize("kind", [PPG, OffPolicyPPG])
+def test_largest_advantage_has_no_sign(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = make(kind), []
+    observe = model.observe_rollout
+
+    def negative(batch: Any) -> None:
+        seen.append(batch.advantages.abs().max())
+        observe(batch.replace(advantages=-batch.advantages.abs()))
+
+    monkeypatch.setattr(model, "observe_rollout", negative)
+    fit(model, 1)
+    assert model.losses["max_abs_advantage"] == seen[0]
 
 
 def test_histograms_are_logged_for_the_first_batch_of_a_rollout(tmp_path) -> None:
