@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_rl.callbacks.video import data_of
 from lightning_rl.distributed import gather_ranks
@@ -93,7 +94,7 @@ class Curriculum(Callback):
         self._change(trainer)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Rollout, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Rollout, batch_idx: int
     ) -> None:
         # Actors finish rollouts that were requested in an earlier stage.
         for returns in gather_ranks([] if batch.has_old_settings else batch.episodes.returns):

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from lightning_rl.training.clock import ends_epoch, env_steps_of, validates_now
@@ -62,7 +63,9 @@ class EnvStepInterval(Callback):
         if self._last is None or self._last > now:
             self._last = now
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
         self.fire(trainer, pl_module)
 
 
@@ -118,7 +121,9 @@ class EnvStepLimit(Callback):
                 f"{env_steps_of(pl_module)} environment steps, and nothing is trained. Raise the limit to continue."
             )
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
         self._stop_if_reached(trainer, pl_module)
 
     def _stop_if_reached(self, trainer: Trainer, pl_module: LightningModule) -> bool:
@@ -167,7 +172,7 @@ class EnvStepValidation(Callback):
                 callback._check_on_train_epoch_end = False
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """Make the Trainer validate after this batch, or not before the next one."""
         now = env_steps_of(pl_module) // self.every_n_env_steps
@@ -246,7 +251,9 @@ class EnvStepCheckpoint(ModelCheckpoint):
         super().on_train_start(trainer, pl_module)
         self._last = env_steps_of(pl_module) // self.every_n_env_steps
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
         now = env_steps_of(pl_module) // self.every_n_env_steps
         self._due, self._last = self._due or now > self._last, now
         if not (validates_now(trainer) or ends_epoch(trainer)):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_rl.callbacks.env_steps import EnvStepWriter
 from lightning_rl.nested import Nested
@@ -77,7 +78,7 @@ class PolicyExport(EnvStepWriter):
         self.check_folder()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         if isinstance(batch, Rollout):
             self._observations = first_steps(batch.observations)

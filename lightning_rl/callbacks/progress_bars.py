@@ -132,7 +132,9 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
 
     init_sanity_tqdm = init_validation_tqdm = init_test_tqdm = init_predict_tqdm = _announce
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
         bar = self.train_progress_bar
         # Lightning drops metrics at the end of an epoch, so read them when they are logged.
         if not bar.disable and log_is_due(trainer):
@@ -179,7 +181,7 @@ class EnvStepRichProgressBar(_EnvStepBar, RichProgressBar):
             self.train_progress_bar_id = self.progress.add_task("Env steps", total=total, completed=done)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """Draw environment steps in place of the batches of the epoch."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, env_steps_of(pl_module) - 1)

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format
 from lightning_rl.distributed import gather_ranks
@@ -97,9 +98,11 @@ class LastCheckpoint(ModelCheckpoint):
         super().on_train_epoch_end(trainer, pl_module)
         self._saved_at = time.monotonic()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
         """Save if the interval is over, after the same rollout on all ranks."""
-        super().on_train_batch_end(trainer, pl_module, *args)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         # Private to Lightning 2.6, which would not save again before the next gradient step.
         self._last_global_step_saved = -1
         if self.train_time_interval is None or validates_now(trainer) or ends_epoch(trainer):

@@ -1,5 +1,6 @@
 """Limits, validation and checkpoints count environment steps: exactly, over epochs, and after a restart."""
 
+import inspect
 import json
 import re
 import warnings
@@ -22,6 +23,7 @@ from lightning_rl import (
     EnvStepValidation,
     LastCheckpoint,
     PolicyExport,
+    cli,
 )
 from lightning_rl.checkpointing import atomic
 from lightning_rl.training.clock import planned_env_steps
@@ -700,3 +702,12 @@ def test_two_exports_have_separate_states_and_the_score_is_resumed(tmp_path):
 def test_last_checkpoint_with_weights_alone_is_refused():
     with pytest.raises(ConfigurationError, match="save_last=True is not valid: expected False with save_weights_only"):
         EnvStepCheckpoint(10, save_last=True, save_weights_only=True)
+
+
+def test_hooks_have_the_parameters_of_lightning_so_that_type_checkers_accept_an_override():
+    public = [x for x in vars(cli.public).values() if isinstance(x, type) and issubclass(x, Callback)]
+    for kind in {base for one in public for base in one.__mro__ if base.__module__.startswith("lightning_rl.")}:
+        if "on_train_batch_end" in vars(kind):
+            own, expected = (inspect.signature(x.on_train_batch_end).parameters for x in (kind, Callback))
+            assert [*own] == [*expected], kind
+            assert own["outputs"].annotation == "STEP_OUTPUT", kind
