@@ -19,13 +19,15 @@ from lightning_rl import PPO, EnvStepLimit, EnvStepProgressBar, RolloutDataModul
 LINES = np.array([[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 3, 6], [1, 4, 7], [2, 5, 8], [0, 4, 8], [2, 4, 6]])
 
 
-class TicTacToe(gymnasium.Env[np.ndarray, int]):
+class TicTacToe(gymnasium.Env[np.ndarray, np.int64]):
     """The board has 1 for own stones and -1 for the other player's. A win gives the reward 1, a loss -1."""
 
     observation_space = spaces.Box(-1, 1, (9,), np.float32)
     action_space = spaces.Discrete(9)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
         """Start a game as the first or second player."""
         super().reset(seed=seed)
         self.board = np.zeros(9, np.float32)
@@ -33,7 +35,7 @@ class TicTacToe(gymnasium.Env[np.ndarray, int]):
             self.board[self.np_random.integers(9)] = -1
         return self.board.copy(), {}
 
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Put a stone on a field; the other player answers."""
         assert self.board[action] == 0, f"field {action} is taken"
         for stone, field in ((1, action), (-1, None)):
@@ -45,10 +47,10 @@ class TicTacToe(gymnasium.Env[np.ndarray, int]):
 
     def action_masks(self) -> np.ndarray:
         """Return the free fields."""
-        return self.board == 0
+        return np.equal(self.board, 0)
 
 
-gymnasium.register("TicTacToe-v0", TicTacToe)
+gymnasium.register("TicTacToe-v0", f"{__name__}:TicTacToe")
 
 
 def main(max_env_steps: int = 100_000) -> float:

@@ -17,6 +17,8 @@ from lightning_rl import PPO, ActorCritic, EnvStepLimit, EnvStepProgressBar, Rol
 class FourierEncoder(nn.Module):
     """Random Fourier features of the observation, then one linear layer."""
 
+    frequencies: Tensor
+
     def __init__(self, space: spaces.Box, num_frequencies: int = 32, out_features: int = 64) -> None:
         super().__init__()
         self.register_buffer("frequencies", torch.randn(space.shape[0], num_frequencies))
@@ -36,7 +38,7 @@ class LinearCriticPPO(PPO):
         """Return the policy of PPO with another encoder and value head for the critic."""
         policy = super().make_policy()
         policy.critic_encoder = nn.Identity()
-        policy.value_head = nn.Linear(self.observation_space.shape[0], 1)
+        policy.value_head = nn.Linear(spaces.flatdim(self.observation_space), 1)
         return policy
 
 

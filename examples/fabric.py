@@ -6,6 +6,8 @@ Fabric provides the device, the precision and the optimizer step. Everything els
 checkpoints, logging, evaluation, schedules, running statistics, and checks of the options.
 """
 
+from typing import Literal
+
 import torch
 from lightning.fabric import Fabric
 
@@ -13,7 +15,7 @@ from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.data.collector import Sampler
 
 
-def main(max_env_steps: int = 60_000, precision: str = "32-true") -> list[float]:
+def main(max_env_steps: int = 60_000, precision: Literal["32-true", "bf16-mixed"] = "32-true") -> list[float]:
     """Train on CartPole-v1 and return the mean episode return of each rollout in which episodes ended."""
     torch.set_num_threads(1)
     fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
@@ -23,7 +25,7 @@ def main(max_env_steps: int = 60_000, precision: str = "32-true") -> list[float]
     wrapped, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-5))
     wrapped.mark_forward_method("loss")
     sampler = Sampler(data.spec, data.num_envs, data.rollout_length, info_keys=())
-    sampler.start(seed=0, rank=0, device=fabric.device, dtype=model.dtype)
+    sampler.start(seed=0, rank=0, device=fabric.device, dtype=model.policy.dtype)
     returns = []
     while model.env_steps < max_env_steps:
         with fabric.autocast():

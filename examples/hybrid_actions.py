@@ -28,13 +28,15 @@ class Golf(gymnasium.Env[dict[str, Any], dict[str, Any]]):
     observation_space = spaces.Dict({"distance": spaces.Box(0, np.inf, (1,)), "in_sand": spaces.Discrete(2)})
     action_space = spaces.Dict({"club": spaces.Discrete(len(REACH)), "swing": spaces.Box(0, 1, (1,))})
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Put the ball at a random distance."""
         super().reset(seed=seed)
         self.distance, self.strokes = self.np_random.uniform(0.2, 3), 0
         return self.observe(), {}
 
-    def step(self, action: dict[str, Any]) -> tuple[dict[str, Any], float, bool, bool, dict]:
+    def step(self, action: dict[str, Any]) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Hit the ball."""
         reach = list(REACH.values())[action["club"]]
         self.distance = abs(self.distance - reach * (action["swing"].item() + 0.03 * self.np_random.normal()))
@@ -51,7 +53,7 @@ class Golf(gymnasium.Env[dict[str, Any], dict[str, Any]]):
         return {"club": np.array([not self.in_sand, True, not self.in_sand])}
 
 
-gymnasium.register("Golf-v0", Golf)
+gymnasium.register("Golf-v0", f"{__name__}:Golf")
 
 
 def main(max_env_steps: int = 100_000) -> float:

@@ -44,7 +44,7 @@ def main(max_env_steps: int = 100_000) -> float:
     torch.set_num_threads(1)
     seed_everything(0)
     data = RolloutDataModule("CartPole-v1", num_envs=8, rollout_length=16, evaluation={"episodes": 20})
-    options = {"gamma": 0.98, "learning_rate": 5e-3, "optimizer": {"anneal": True}}
+    options: dict[str, Any] = {"gamma": 0.98, "learning_rate": 5e-3, "optimizer": {"anneal": True}}
     model = Reinforce(data.observation_space, data.action_space, **options)
     trainer = Trainer(
         max_epochs=-1,  # EnvStepLimit ends the run

@@ -43,12 +43,12 @@ class TRPO(OnPolicyAlgorithm):
             ratios = (distribution.log_prob(batch.actions) - batch.log_probs).exp()
             return batch.mean(-ratios * batch.advantages), batch.mean(old.kl(distribution))
 
-        def gradient(of: torch.Tensor, **options: bool) -> torch.Tensor:
+        def gradient(of: torch.Tensor, **options: Any) -> torch.Tensor:
             return torch.cat([x.flatten() for x in torch.autograd.grad(of, self.actor, **options)])
 
         loss, kl = surrogate_and_kl()
         downhill, slope = -average(gradient(loss, retain_graph=True)), gradient(kl, create_graph=True)
-        x, residual, direction = 0, downhill, downhill
+        x, residual, direction = torch.zeros_like(downhill), downhill, downhill
         for _ in range(10):  # conjugate gradients: x becomes the inverse Fisher matrix times downhill
             product = average(gradient(slope @ direction, retain_graph=True)) + 0.1 * direction
             rate = residual @ residual / (direction @ product).clamp(min=1e-12)

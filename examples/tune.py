@@ -14,11 +14,11 @@ from typing import Any
 import optuna
 import torch
 import yaml
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_rl import PPO, EnvStepLimit, EnvStepValidation, RolloutDataModule
 
-DATA = {"env_id": "CartPole-v1", "num_envs": 8, "rollout_length": 32, "evaluation": {"episodes": 20}}
+DATA: dict[str, Any] = {"env_id": "CartPole-v1", "num_envs": 8, "rollout_length": 32, "evaluation": {"episodes": 20}}
 RETURN = "val/episode_return"
 
 
@@ -28,13 +28,13 @@ class ReportReturn(Callback):
     def __init__(self, trial: optuna.Trial, earlier_steps: int) -> None:
         self.trial, self.earlier_steps = trial, earlier_steps
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         self.trial.report(float(trainer.callback_metrics[RETURN]), self.earlier_steps + pl_module.env_steps)
         if self.trial.should_prune():
             raise optuna.TrialPruned
 
 
-def suggest(trial: optuna.Trial) -> dict[str, Any]:
+def suggest(trial: optuna.trial.BaseTrial) -> dict[str, Any]:
     """Return the options of PPO for a trial."""
     return {
         "learning_rate": trial.suggest_float("learning_rate", 1e-4, 3e-3, log=True),
@@ -51,7 +51,7 @@ def run(trial: optuna.Trial, seed: int, earlier_steps: int, max_env_steps: int) 
     model = PPO(data.observation_space, data.action_space, **suggest(trial))
     every = EnvStepValidation(max(1, max_env_steps // 4))
     callbacks = [EnvStepLimit(max_env_steps), every, ReportReturn(trial, earlier_steps)]
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     Trainer(max_epochs=-1, accelerator="cpu", num_sanity_val_steps=0, callbacks=callbacks, **quiet).fit(model, data)
     return float(model.trainer.callback_metrics[RETURN])
 
@@ -67,7 +67,7 @@ def main(num_trials: int = 30, seeds: tuple[int, ...] = (0, 1, 2), max_env_steps
 
     pruner = optuna.pruners.MedianPruner(n_startup_trials=5)
     sampler = optuna.samplers.TPESampler()  # without a seed: a continued study would repeat its trials
-    names = {"storage": "sqlite:///tune.db", "study_name": "ppo-cartpole", "load_if_exists": True}
+    names: Any = {"storage": "sqlite:///tune.db", "study_name": "ppo-cartpole", "load_if_exists": True}
     study = optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner, **names)
     study.optimize(objective, n_trials=num_trials)
     model = {"class_path": "PPO", "init_args": suggest(optuna.trial.FixedTrial(study.best_params))}

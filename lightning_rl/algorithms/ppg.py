@@ -65,7 +65,7 @@ class AuxiliaryActorCritic(ActorCritic):
         return self._distribution(features, observations), auxiliary_value, self.value_of(value_features)
 
     @property
-    def value_heads(self) -> list[HeadLinear]:
+    def value_heads(self) -> list[nn.Linear]:
         return [self.value_head, self.auxiliary_head]
 
     def value_of(self, features: Tensor) -> Tensor:

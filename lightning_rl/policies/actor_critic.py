@@ -141,7 +141,7 @@ class ActorCritic(nn.Module):
         self.action_head = make_action_head(
             action_space, width, config.initial_log_std, config.action_distribution, mask_space
         )
-        self.value_head = HeadLinear(value_width, 1, gain=1.0)
+        self.value_head: nn.Linear = HeadLinear(value_width, 1, gain=1.0)
         self.value_normalizer = make_value_normalizer(value_normalization)
 
     @property
@@ -157,7 +157,7 @@ class ActorCritic(nn.Module):
         return self.memory is None and not any(isinstance(module, BetaHead) for module in self.action_head.modules())
 
     @property
-    def value_heads(self) -> list[HeadLinear]:
+    def value_heads(self) -> list[nn.Linear]:
         return [self.value_head]
 
     def initial_memory(self, batch_size: int, critic: bool = True) -> Nested | None:
