@@ -268,7 +268,7 @@ def adapted_kl_coef(coef: Tensor, kl: Tensor, target: float, tolerance: float) -
     return torch.where(kl > high, coef * 1.5, torch.where(kl < low, coef / 1.5, coef)).clamp(1e-15, 1e17)
 
 
-def squared_norm(weights: list[Tensor]) -> Tensor:
+def squared_norm(weights: list[Tensor] | list[nn.Parameter]) -> Tensor:
     """Return `Σ w**2` over all entries of one or more tensors, a scalar: the L2 penalty without ½."""
     return torch.stack([x.square().sum() for x in weights]).sum()
 

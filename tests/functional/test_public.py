@@ -5,6 +5,7 @@ import doctest
 import importlib
 import pkgutil
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -68,3 +69,11 @@ def test_no_function_reads_a_value_on_the_host() -> None:
         ]
         assert {result.device.type for result in results} == {"meta"}
         assert {result.dtype for result in results} == {torch.float32}
+
+
+def test_squared_norm_takes_a_list_of_parameters() -> None:
+    """Also for a type checker, to which it is no `list[Tensor]`."""
+    parameters = list(torch.nn.Linear(2, 3).parameters())
+    expected = sum(parameter.square().sum() for parameter in parameters)
+    torch.testing.assert_close(functional.squared_norm(parameters), expected)
+    assert list[torch.nn.Parameter] in get_args(get_type_hints(functional.squared_norm)["weights"])
