@@ -2,16 +2,18 @@
 
     python examples/custom_network.py
 
-An *encoder* turns observations into features; the package adds the heads for actions and value. Given by its class path
-it also works in YAML and with `load_from_checkpoint`. Overriding `make_policy` changes the whole actor-critic.
+An *encoder* turns observations into features; the package adds the heads for actions and value. Checkpoints contain its
+class path, which also works in YAML. Overriding `make_policy` changes the whole actor-critic.
 """
+
+import functools
 
 import torch
 from gymnasium import spaces
 from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor, nn
 
-from lightning_rl import PPO, ActorCritic, EnvStepLimit, EnvStepProgressBar, RolloutDataModule
+from lightning_rl import PPO, ActorCritic, EnvStepLimit, EnvStepProgressBar, PolicyConfig, RolloutDataModule
 
 
 class FourierEncoder(nn.Module):
@@ -47,9 +49,9 @@ def main(max_env_steps: int = 20_000) -> list[PPO]:
     torch.set_num_threads(1)
     seed_everything(0)
     data = RolloutDataModule("CartPole-v1", num_envs=8, rollout_length=128)
-    encoder = {"class_path": f"{FourierEncoder.__module__}.FourierEncoder", "init_args": {"num_frequencies": 16}}
+    config = PolicyConfig(network=functools.partial(FourierEncoder, num_frequencies=16))
     models = [
-        PPO(data.observation_space, data.action_space, policy={"network": encoder}),
+        PPO(data.observation_space, data.action_space, policy=config),
         LinearCriticPPO(data.observation_space, data.action_space),
     ]
     for model in models:

@@ -21,6 +21,7 @@ T = TypeVar("T")
 _hints_of: Callable[..., dict[str, Any]] = functools.cache(get_type_hints)
 if TYPE_CHECKING:
     OrDict: TypeAlias = T | Mapping[str, Any]
+    OrClass: TypeAlias = T | Callable[..., Any]
 else:
 
     class OrDict:
@@ -31,6 +32,8 @@ else:
 
         def __class_getitem__(cls, group: type) -> type:
             return group
+
+    OrClass = OrDict  # of plain data, or a class, or a `functools.partial` of one, which becomes a class path
 
 
 def parameters_of(cls: type) -> Iterator[inspect.Parameter]:

@@ -22,7 +22,7 @@ from lightning_rl.environments.wrappers.transforms import (
     make_reward_transform,
 )
 from lightning_rl.masks import find_masks
-from lightning_rl.options import OrDict
+from lightning_rl.options import OrClass, OrDict
 from lightning_rl.validation import (
     ClassSpec,
     PositiveInt,
@@ -87,8 +87,8 @@ class EnvConfig:
     """
 
     kwargs: dict[str, Any] = field(default_factory=dict)
-    wrappers: list[str | ClassSpec] | None = None
-    training_wrappers: list[str | ClassSpec] | None = None
+    wrappers: list[OrClass[str | ClassSpec]] | None = None
+    training_wrappers: list[OrClass[str | ClassSpec]] | None = None
     atari: AtariPreprocessing = AtariPreprocessing()
     # The system call `poll` takes milliseconds in 32 bits.
     step_timeout: Annotated[float, Range(above=0, at_most=1e6)] | None = None

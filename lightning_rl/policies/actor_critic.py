@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_rl.masks import find_masks
 from lightning_rl.nested import Nested, join, map_leaves, part_at, space_leaves, without
-from lightning_rl.options import OrDict, changed
+from lightning_rl.options import OrClass, OrDict, changed
 from lightning_rl.policies.distributions import Distribution, make_action_head
 from lightning_rl.policies.distributions.continuous import BetaHead
 from lightning_rl.policies.interface import PolicyOutput
@@ -55,7 +55,7 @@ class PolicyConfig:
             None uses the default of each space. See docs/policies.md.
     """
 
-    network: Network = "auto"
+    network: OrClass[Network] = "auto"
     hidden_sizes: Sequence[int] = (64, 64)
     activation: Activation = "tanh"
     discrete_encoding: DiscreteEncoding = "one_hot"
