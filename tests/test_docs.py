@@ -113,6 +113,13 @@ def test_every_public_name_is_in_the_reference(site):
             assert any(f"{place}.{shown}" in anchors for place in places), (module.__name__, shown)
 
 
+def test_methods_that_the_guide_says_to_override_have_a_docstring():
+    table = (ROOT / "docs/custom.md").read_text().partition("### Methods to override")[2].partition("###")[0]
+    methods = re.findall(r"^\| `(\w+)\(", table, re.MULTILINE)
+    assert {"make_policy", "make_estimator", "surrogate_loss"} <= {*methods}
+    assert [name for name in methods if not getattr(PPO, name).__doc__] == []
+
+
 def test_every_block_says_what_it_is_and_few_are_not_run():
     found = [(name(page), block) for page in PAGES for block in blocks_of(page)]
     assert len(found) > 70
