@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, Any, ClassVar, Self, get_args
+from typing import IO, Any, ClassVar, Never, Self, get_args
 
 import torch
 from lightning.fabric.utilities.data import AttributeDict
@@ -137,7 +137,7 @@ class OnPolicyAlgorithm(LightningModule):
         advantages: AdvantageOptions = AdvantageConfig(),
         normalization: NormalizationOptions = NormalizationConfig(),
         debug: DebugOptions = DebugConfig(),
-        **unknown: Any,  # options that no subclass takes
+        **unknown: Never,  # options that no subclass takes
     ) -> None:
         super().__init__()
         self.automatic_optimization = False

@@ -12,7 +12,7 @@ from dataclasses import asdict, is_dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Generic, Self, TypeVar, cast
+from typing import IO, Any, Generic, Never, Self, TypeVar, cast
 
 import torch
 from gymnasium import spaces
@@ -140,7 +140,7 @@ class RolloutDataModule(LightningDataModule):
         evaluation: EvaluationOptions = EvaluationConfig(),
         info_keys: Sequence[str] = (),
         seed: int | None = None,
-        **unknown: Any,  # refused, with a suggestion
+        **unknown: Never,  # refused, with a suggestion
     ) -> None:
         super().__init__()
         refuse_unknown_options(type(self), unknown)

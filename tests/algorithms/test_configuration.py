@@ -1,7 +1,7 @@
 """Bad hyper-parameters are refused before anything is collected: field, value and what was expected."""
 
 import functools
-from typing import Any
+from typing import Any, Never, get_type_hints
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from lightning_rl import A2C, PPO, OffPolicyPPG, TFAgentsPPO
+from lightning_rl import A2C, PPO, OffPolicyPPG, OnPolicyAlgorithm, RolloutDataModule, TFAgentsPPO
 from lightning_rl.policies.actor_critic import check_modes_agree
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError
@@ -258,6 +258,11 @@ def test_custom_algorithms_can_remove_their_options_from_kwargs():
     assert Own(VECTOR, DISCRETE, width=4, depth=2).options["policy.hidden_sizes"] == [4, 4]
     with pytest.raises(ConfigurationError, match="widht=4 is no option of Own; did you mean width"):
         Own(VECTOR, DISCRETE, widht=4)
+
+
+@pytest.mark.parametrize("made", [OnPolicyAlgorithm, RolloutDataModule])
+def test_type_checkers_refuse_unknown_options_too(made):
+    assert get_type_hints(made.__init__)["unknown"] is Never
 
 
 @pytest.mark.parametrize(
