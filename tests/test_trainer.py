@@ -10,7 +10,7 @@ import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -173,6 +173,21 @@ def test_limits_and_intervals_count_rollouts_and_sets_of_episodes(options, rollo
     assert model.env_steps == 32 * rollouts
     assert len(logger.rows("val/episode_return")) == validations
     assert len(logger.rows("train/policy_loss")) == rollouts
+
+
+def test_an_algorithm_can_end_an_epoch_before_a_rollout_as_in_lightning():
+    """Also for type checkers: a hook that overrides one of this package returns what Lightning allows."""
+
+    class Own(PPO):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            super().on_train_batch_start(batch, batch_idx)
+            return -1 if batch_idx == 1 else None
+
+    data = make_data()
+    model = Own(data.observation_space, data.action_space)
+    make_trainer(max_epochs=2).fit(model, data)
+    assert model.policy_version == 2
+    assert get_type_hints(PPO.on_train_batch_start)["return"] == int | None
 
 
 def test_rollouts_that_a_callback_keeps_as_clones_are_not_overwritten():

@@ -655,11 +655,12 @@ class OnPolicyAlgorithm(LightningModule):
         is_known = self.clock.planned_env_steps is not None
         self.schedules.check_end(self, is_known, "a run whose length is known: set max_env_steps")
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # whatever a loader yields
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:  # whatever a loader yields
         if not isinstance(batch, Rollout):
             raise ConfigurationError(
                 f"the train loader yields {type(batch).__name__}: expected rollouts, as RolloutDataModule makes them"
             )
+        return None
 
     def on_train_epoch_start(self) -> None:
         if not self.trainer.log_every_n_steps:  # type: ignore[attr-defined]  # no log begins a new window
