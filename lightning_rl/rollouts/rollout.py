@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from types import MappingProxyType, SimpleNamespace
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -18,6 +18,16 @@ from torch import Tensor
 from lightning_rl.nested import Nested, leaves, map_leaves
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.sequences import cut
+
+if TYPE_CHECKING:
+
+    class SimpleNamespace:
+        """Python's, without the attributes of any name that its type has: a misspelled field is an error."""
+
+        def __init__(self, **fields: Any) -> None: ...
+
+else:
+    from types import SimpleNamespace
 
 OnTruncation = Literal["bootstrap", "terminal"]
 _FIELDS = (

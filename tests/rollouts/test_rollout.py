@@ -11,7 +11,7 @@ from lightning_rl import Batch, Rollout
 from lightning_rl.nested import leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.batch import check_minibatches, on_grid
-from lightning_rl.rollouts.rollout import EpisodeSummary
+from lightning_rl.rollouts.rollout import Episode, EpisodeSummary
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import DISCRETE, VECTOR, random_rollout
 
@@ -219,3 +219,11 @@ def test_tensors_per_step_of_another_shape_are_refused(given):
 def test_rows_of_weight_0_may_be_nan_in_a_mean():
     batch = Batch({"weights": torch.tensor([1.0, 0.0, 3.0])})
     assert batch.mean(torch.tensor([2.0, torch.nan, 4.0])) == 3.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Rollout, Episode])
+def test_a_type_checker_refuses_a_misspelled_field(kind, tmp_path):
+    mypy, name, file = pytest.importorskip("mypy.api"), kind.__name__, tmp_path / "own.py"
+    file.write_text(f"from {kind.__module__} import {name}\n\ndef use(x: {name}):\n    x.rewrds\n    x.rewrds = 1\n")
+    assert mypy.run([str(file)])[0].count(f'"{name}" has no attribute "rewrds"') == 2
