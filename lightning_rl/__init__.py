@@ -24,6 +24,11 @@ def __getattr__(name: str) -> Any:  # classes, functions and modules
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    """Return the public names, for completion in a console or notebook."""
+    return sorted({*globals(), *__getattr__("__all__")})
+
+
 def _imported(name: str) -> ModuleType:
     try:
         return import_module(f"{__name__}.{name}")

@@ -106,6 +106,12 @@ def test_importing_the_package_has_no_side_effects():
     assert done.returncode == 0, done.stderr
 
 
+def test_a_console_completes_public_names_before_their_first_use():
+    code = "import lightning_rl; print(*dir(lightning_rl))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+    assert {"PPO", "RolloutDataModule", "functional", "__version__"} <= {*done.stdout.split()}, done.stderr
+
+
 def test_program_in_an_archive_starts_further_ranks(in_tmp_path):
     with zipfile.ZipFile("lightning-rl.exe", "w") as archive:  # as pip installs it on Windows
         archive.writestr("__main__.py", "from lightning_rl.__main__ import run\nrun()\n")
