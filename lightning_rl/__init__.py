@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 
-def __getattr__(name: str) -> Any:  # classes, functions and modules
+def _public(name: str) -> Any:  # classes, functions and modules
     """Import public names on first use, so that the command line answers typos without PyTorch and Lightning."""
     if not name.startswith("__") and find_spec(f"{__name__}.{name}") is not None:
         return _imported(name)
@@ -24,9 +24,13 @@ def __getattr__(name: str) -> Any:  # classes, functions and modules
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+if not TYPE_CHECKING:  # type checkers would take any name for one of the package
+    __getattr__ = _public
+
+
 def __dir__() -> list[str]:
     """Return the public names, for completion in a console or notebook."""
-    return sorted({*globals(), *__getattr__("__all__")})
+    return sorted({*globals(), *_public("__all__")})
 
 
 def _imported(name: str) -> ModuleType:

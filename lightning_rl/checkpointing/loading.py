@@ -42,7 +42,7 @@ def from_checkpoint(
         options = constructor_options(algorithm, stored)
         unknown = options.keys() - {parameter.name for parameter in parameters_of(algorithm)}
         # A user's class without a constructor has the options of its base class.
-        is_other = saved in lightning_rl.__all__ and saved not in {base.__name__ for base in algorithm.__mro__}
+        is_other = saved in dir(lightning_rl) and saved not in {base.__name__ for base in algorithm.__mro__}
         if unknown and saved == algorithm.__name__:
             raise ConfigurationError(
                 f"checkpoint_path={str(source)!r} has options that {saved} does not have: {', '.join(sorted(unknown))}"

@@ -112,6 +112,14 @@ def test_a_console_completes_public_names_before_their_first_use():
     assert {"PPO", "RolloutDataModule", "functional", "__version__"} <= {*done.stdout.split()}, done.stderr
 
 
+@pytest.mark.slow
+def test_a_type_checker_refuses_a_misspelled_import(tmp_path):
+    mypy, file = pytest.importorskip("mypy.api"), tmp_path / "own.py"
+    file.write_text("from lightning_rl import PPO, RolloutDataModul, functional\n")
+    output = mypy.run([str(file)])[0]
+    assert 'has no attribute "RolloutDataModul"' in output and "Found 1 error" in output
+
+
 def test_program_in_an_archive_starts_further_ranks(in_tmp_path):
     with zipfile.ZipFile("lightning-rl.exe", "w") as archive:  # as pip installs it on Windows
         archive.writestr("__main__.py", "from lightning_rl.__main__ import run\nrun()\n")
