@@ -359,6 +359,8 @@ def test_the_error_says_how_to_trust_and_that_is_enough(options, field, saved, t
         assert "does not fit the checkpoint" in message_of(load_algorithm, path)
     else:
         assert type(load_algorithm(path, trust=["untrusted"])).__name__ == "Algorithm"
+        with pytest.raises(TypeError, match="positional"):  # it would be the name of the option in errors
+            load_algorithm(path, "untrusted")
         sys.modules.pop("untrusted")
         import untrusted
 

@@ -106,7 +106,7 @@ def push_to_hub(
     if hub.get_token() is None:  # before episodes are played
         raise ConfigurationError("not logged in to the Hub: expected `hf auth login`, or a token in HF_TOKEN")
     ckpt_path = find_trained(ckpt_path, config)
-    model = load_algorithm(ckpt_path, "ckpt_path", trust=[*as_list(trust), *modules_named_in(config)])
+    model = load_algorithm(ckpt_path, field="ckpt_path", trust=[*as_list(trust), *modules_named_in(config)])
     data = load_data(ckpt_path, config, as_list(trust))
     score, _ = play_episodes(model, data, episodes)
     with tempfile.TemporaryDirectory() as scratch:

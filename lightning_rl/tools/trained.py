@@ -59,7 +59,7 @@ class Score:
     metric: str = "test/episode_return"
 
 
-def load_algorithm(path: str | Path, field: str = "path", trust: Sequence[str] = ()) -> OnPolicyAlgorithm:
+def load_algorithm(path: str | Path, *, trust: Sequence[str] = (), field: str = "path") -> OnPolicyAlgorithm:
     """Return the algorithm in a checkpoint, of any class, on the CPU.
 
     Nothing is unpickled. A class that the checkpoint names is constructed only if it is a subclass of the class that
@@ -68,8 +68,8 @@ def load_algorithm(path: str | Path, field: str = "path", trust: Sequence[str] =
 
     Args:
         path: The checkpoint.
-        field: The option that names it, for errors.
         trust: Packages whose modules may be imported: `["my_package"]`.
+        field: The option that names the checkpoint, for errors.
 
     Raises:
         ConfigurationError: The file is not a checkpoint of this package, its algorithm is unknown, or a class in it is
@@ -275,7 +275,7 @@ def export_checkpoint(
     path = find_trained(ckpt_path, config)
     names: list[ProgramName] = as_list(programs) or list(PROGRAMS)
     check_options(format, names)
-    model = load_algorithm(path, "ckpt_path", trust=[*as_list(trust), *modules_named_in(config)])
+    model = load_algorithm(path, field="ckpt_path", trust=[*as_list(trust), *modules_named_in(config)])
     beside = path.absolute().parent.parent / "policies"
     folder = output or beside / f"{format}-{FOLDER_PATTERN.format(model.env_steps)}"
     check_folder("output", folder, format, names)  # before episodes are played, which takes a while
