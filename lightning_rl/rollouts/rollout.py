@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,16 +18,6 @@ from torch import Tensor
 from lightning_rl.nested import Nested, leaves, map_leaves
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.sequences import cut
-
-if TYPE_CHECKING:
-
-    class SimpleNamespace:
-        """Python's, without the attributes of any name that its type has: a misspelled field is an error."""
-
-        def __init__(self, **fields: Any) -> None: ...
-
-else:
-    from types import SimpleNamespace
 
 OnTruncation = Literal["bootstrap", "terminal"]
 _FIELDS = (
@@ -44,7 +34,17 @@ class EpisodeSummary:
     lengths: Sequence[int] = ()
 
 
-class Rollout(SimpleNamespace):
+class _Fields:
+    """Attributes from keywords, as of `SimpleNamespace`, whose type has attributes of any name."""
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+class Rollout(_Fields):
     """`T` steps of `B` environments, time-major, collected with one version of a policy.
 
     The collector reuses the storage for the next rollout; to keep a rollout, keep `rollout.clone()`. (The class is no
@@ -206,7 +206,7 @@ class Rollout(SimpleNamespace):
         return Batch(map_leaves(lambda x: x.index_select(0, chosen), together))
 
 
-class Episode(SimpleNamespace):
+class Episode(_Fields):
     """One evaluation episode; no dataclass, since Lightning would copy its arrays.
 
     Attributes:
