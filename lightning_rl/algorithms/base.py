@@ -228,10 +228,7 @@ class OnPolicyAlgorithm(LightningModule):
         return torch.randperm(num_items, generator=generator, device=self.device)
 
     def make_policy(self) -> ActorCritic:
-        """Return the policy, whose parameters the optimizer trains; called by the constructor.
-
-        For type checkers, an override that returns another class than `ActorCritic` needs the annotation `-> Any`.
-        """
+        """Return the policy; called by the constructor. An override with another class has the annotation `-> Any`."""
         return ActorCritic(self.observation_space, self.action_space, **self.policy_options())
 
     def make_estimator(self, **options: Any) -> AdvantageEstimator:  # keywords of AdvantageEstimator

@@ -329,10 +329,8 @@ def lagrangian(divergence: Tensor, coefficient: Tensor, epsilon: float) -> Tenso
 
 
 def _logits(advantages: Tensor, temperature: Tensor, weights: Tensor | None) -> Tensor:
-    """Return (A - A[0]) / η plus the log-share of each row: the sum of their exponentials is a weighted mean.
-
-    Without the difference, the gradient of η would cancel where the mean advantage is much larger than η.
-    """
+    """Return (A - A[0]) / η plus the log-share of each row: the sum of their exponentials is a weighted mean."""
+    # Without the difference, the gradient of η would cancel where the mean advantage is much larger than η.
     weights = torch.ones_like(advantages) if weights is None else weights.to(advantages.dtype)
     check.same_shape(advantages=advantages, weights=weights)
     return (advantages - advantages[:1]) / temperature + (weights / weights.sum()).log()

@@ -34,9 +34,8 @@ class EpisodeSummary:
     lengths: Sequence[int] = ()
 
 
+# A type checker accepts attributes of any name in subclasses of `SimpleNamespace`.
 class _Fields:
-    """Attributes from keywords, as of `SimpleNamespace`, whose type has attributes of any name."""
-
     def __init__(self, **fields: Any) -> None:
         vars(self).update(fields)
 

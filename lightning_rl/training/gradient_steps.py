@@ -530,7 +530,7 @@ class UpdateRecord:
 
 
 def _exact(number: float, device: torch.device) -> Tensor:
-    """Return a number as a tensor; the default dtype is bfloat16 in the updates of `bf16-true`."""
+    # The default dtype is bfloat16 in the updates of `bf16-true`.
     return torch.tensor(float(number), dtype=exact_dtype(device), device=device)
 
 
