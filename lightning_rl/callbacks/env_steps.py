@@ -95,6 +95,9 @@ class EnvStepWriter(EnvStepInterval):
     def on_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # `log_dir` is a collective call
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            if (logger := trainer.logger) is not None and logger.log_dir is None:
+                # Runs of W&B or MLflow share the folder of the logger; `ModelCheckpoint` uses the same subfolders.
+                folder = folder / str(logger.name) / str(logger.version)
             self.write(folder / self.subfolder if self.dirpath is None else Path(self.dirpath), trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_rl import (
     EnvStepCheckpoint,
@@ -599,6 +600,17 @@ def test_all_policies_are_kept_beside_the_log_unless_told_otherwise(tmp_path):
     assert exports_of(tmp_path / "root" / "policies") == [32]
 
 
+def test_runs_that_share_the_folder_of_a_logger_keep_their_exports_apart(tmp_path):
+    class Shared(DummyLogger):  # as `WandbLogger` and `MLFlowLogger`
+        save_dir, name, version = str(tmp_path), "project", ""
+
+    for version, steps in (("a", 64), ("b", 128)):
+        (logger := Shared()).version = version
+        fit(PolicyExport(64, keep=1), EnvStepLimit(steps), logger=logger)
+    assert exports_of(tmp_path / "project/a/policies") == [64]
+    assert exports_of(tmp_path / "project/b/policies") == [128]
+
+
 def test_exporting_does_not_change_a_run(tmp_path):
     _, watched, _ = fit(PolicyExport(32, tmp_path), max_epochs=1)
     _, alone, _ = fit(max_epochs=1)
@@ -612,7 +624,7 @@ def test_only_the_first_rank_writes_where_all_agree(tmp_path):
         """As seen by a callback; the Trainer's `log_dir` waits for all ranks to ask for it."""
 
         fast_dev_run = False
-        datamodule = None
+        datamodule = logger = None
 
         def __init__(self, rank: int) -> None:
             self.rank, self.is_global_zero = rank, rank == 0
