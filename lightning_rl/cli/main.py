@@ -276,9 +276,14 @@ class OnPolicyCLI(LightningCLI):
         if self._fits and self.run_dir is not None and config.enable_checkpointing is not False:
             folder = self.run_dir / run_folders.CHECKPOINTS
             savers = [callback for callback in given if isinstance(callback, ModelCheckpoint)]
-            for callback in savers:  # `--ckpt_path last` looks in `folder`
-                if isinstance(callback, LastCheckpoint) and callback.dirpath is None:
-                    callback.dirpath = str(folder)
+            states = {} if self.checkpoint is None else self.checkpoint.get("callbacks", {})
+            # A copied run has its own folder, and must not replace the checkpoints of the other one.
+            continues = any(Path(x.get("dirpath") or "").resolve() == folder.resolve() for x in states.values())
+            for callback in savers:
+                if isinstance(callback, LastCheckpoint):  # `--ckpt_path last` looks in `folder`
+                    callback.dirpath = callback.dirpath or str(folder)
+                elif continues:  # a logger may have a new folder now, in which Lightning would forget the best score
+                    callback.dirpath = callback.dirpath or states.get(callback.state_key, {}).get("dirpath")
             if config.limit_val_batches != 0 and all(x.monitor in run_folders.KEEP_NEWEST for x in savers):
                 yield ModelCheckpoint(folder, "best-{step}", monitor="val/episode_return", mode="max")
             if not has_any(LastCheckpoint):

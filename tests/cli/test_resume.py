@@ -366,6 +366,18 @@ def test_a_copied_run_keeps_the_score_of_its_best_checkpoint():
     assert best.exists()
 
 
+def test_a_resumed_run_keeps_the_score_of_its_best_checkpoint_with_every_logger():
+    own = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=rows", "--trainer.callbacks+=ModelCheckpoint"]
+    own += ["--trainer.callbacks.monitor=val/episode_return", "--trainer.callbacks.mode=max"]
+    first = main(["fit", *SMALL, *own, "--max_env_steps=64"]).trainer.checkpoint_callback
+    shutil.copytree(RUN, "copy")
+    saver = main(["fit", *SMALL, *own, "--max_env_steps=64", "--ckpt_path=last"]).trainer.checkpoint_callback
+    assert (saver.best_model_score, saver.dirpath) == (first.best_model_score, first.dirpath)
+    assert saver.best_model_score is not None
+    copied = main(["fit", *SMALL, *own, "--max_env_steps=64", "--ckpt_path=copy/checkpoints/last.ckpt"])
+    assert copied.trainer.checkpoint_callback.dirpath == f"{copied.trainer.log_dir}/checkpoints" != first.dirpath
+
+
 def test_a_run_of_windows_is_tested_and_resumed_on_other_systems():
     main(["fit", *SMALL, "--max_env_steps=64"])
     (best,) = RUN.glob("checkpoints/best*")
