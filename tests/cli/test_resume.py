@@ -378,6 +378,17 @@ def test_a_resumed_run_keeps_the_score_of_its_best_checkpoint_with_every_logger(
     assert copied.trainer.checkpoint_callback.dirpath == f"{copied.trainer.log_dir}/checkpoints" != first.dirpath
 
 
+def test_resuming_from_a_checkpoint_beside_a_log_starts_a_new_run_folder():
+    own = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=rows", "--trainer.callbacks+=ModelCheckpoint"]
+    main(["fit", *SMALL, *own, "--max_env_steps=64"])
+    (path,) = Path("rows").rglob("*.ckpt")
+    before = files(Path("rows"))
+    cli = main(["fit", *SMALL, *own, "--max_env_steps=128", f"--ckpt_path={path}"])
+    assert cli.run_dir == RUN.with_name("version_1")
+    assert {path: content for path, content in files(Path("rows")).items() if path in before} == before
+    assert not (path.parent / "last.ckpt").exists() and (cli.run_dir / "checkpoints/last.ckpt").exists()
+
+
 def test_a_run_of_windows_is_tested_and_resumed_on_other_systems():
     main(["fit", *SMALL, "--max_env_steps=64"])
     (best,) = RUN.glob("checkpoints/best*")
