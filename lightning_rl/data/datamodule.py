@@ -223,7 +223,9 @@ class RolloutDataModule(LightningDataModule):
     @property
     def hparams_initial(self) -> AttributeDict:
         """Hyper-parameters for loggers; all options are in the group `data`, as the model may have the same names."""
-        return AttributeDict({**super().hparams_initial, "data": nested(self._settings)})
+        # PyTorch's seed, as in `_fixed_seed`: runs of a sweep would not differ otherwise.
+        seed = torch.initial_seed() % 2**63 if self.seed is None else self.seed
+        return AttributeDict({**super().hparams_initial, "data": nested(self._settings | {"seed": seed})})
 
     @property
     def observation_space(self) -> spaces.Space[Any]:

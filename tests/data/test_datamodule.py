@@ -490,6 +490,18 @@ def test_loggers_get_the_algorithm_its_options_and_those_of_the_data(in_tmp_path
     assert logged["data"]["env"]["frame_stack"] == 2 and logged["data"]["env_id"] == data.spec.env_id
 
 
+@pytest.mark.parametrize("given", [None, 7])
+def test_loggers_get_the_seed_of_the_run(in_tmp_path, given):
+    for pytorch, start in ((5, {}), (6, {"ckpt_path": "run.ckpt"})):  # a resumed run keeps its seed
+        data = make_data(rollout_length=4, seed=given)
+        model, trainer = make_model(data), make_trainer(logger=CSVLogger("."))
+        torch.manual_seed(pytorch)
+        trainer.fit(model, data, **start)
+        trainer.save_checkpoint("run.ckpt")
+        logged = yaml.safe_load(Path(trainer.logger.log_dir, "hparams.yaml").read_text())
+        assert logged["data"]["seed"] == (given or 5)
+
+
 def test_loading_a_data_module_names_the_options_that_a_checkpoint_cannot_hold(in_tmp_path):
     space = spaces.Box(-1, 1, (2,))
     save(make_data("Probe/Space-v0", env={"kwargs": {"observation_space": space, "action_space": space}}))
