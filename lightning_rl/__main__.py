@@ -37,6 +37,8 @@ def run() -> None:
         # Also Lightning's `SystemExit(1)`, but not an environment's interrupt, which ends in an exit `from None`.
         if any(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):
             sys.exit(128 + signal.SIGINT)
+        if isinstance(error, SystemExit):
+            sys.exit(error.code)  # from which W&B learns that the run has failed
         raise
     finally:
         leave_process_group()

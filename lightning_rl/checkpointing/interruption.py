@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -147,7 +147,7 @@ class InterruptionGuard(Callback):
             getattr(pl_module, hook)(*args)
             self._save(trainer, received)
             self._stopping = received
-            raise _exit_status(received[0], trainer.is_global_zero)
+            _exit(received[0], trainer.is_global_zero)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save; the run stops when the next epoch starts, after later callbacks have saved or stopped training."""
@@ -158,14 +158,14 @@ class InterruptionGuard(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._stopping:
-            raise _exit_status(self._stopping[0], trainer.is_global_zero)
+            _exit(self._stopping[0], trainer.is_global_zero)
 
     def _stop_waiting(self, trainer: Trainer) -> None:
         """Save and stop if a signal arrived during the wait for an actor; several ranks save after the rollout."""
         received = [signum for signum in self._handled if signum in self._received]
         if received and trainer.world_size == 1:
             self._save(trainer, received)
-            raise _exit_status(received[0], trainer.is_global_zero)
+            _exit(received[0], trainer.is_global_zero)
 
     def _save(self, trainer: Trainer, received: list[int]) -> None:
         last = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)]
@@ -234,7 +234,7 @@ class EarlyTermination:
         is_first = getattr(rank_zero_only, "rank", 0) == 0
         if is_first:
             _print(f"{signal.Signals(signum).name}: stopping; a second signal stops at once")
-        raise _exit_status(signum, is_first)
+        _exit(signum, is_first)
 
 
 @contextlib.contextmanager
@@ -276,9 +276,10 @@ def _save_beside_others(trainer: Trainer) -> None:
     rank_zero_info(f"Stopped by a signal; the run is saved in {path}. Continue with ckpt_path={path!r}")
 
 
-def _exit_status(signum: int, is_first_rank: bool) -> SystemExit:
+def _exit(signum: int, is_first_rank: bool) -> NoReturn:
     # Lightning kills the first rank if a rank that it started exits with another status than 0.
-    return SystemExit(128 + signum if is_first_rank else 0)
+    # W&B learns the status from `sys.exit`; after another `SystemExit` the run would be finished.
+    sys.exit(128 + signum if is_first_rank else 0)
 
 
 def _is_between_rollouts(trainer: Trainer) -> bool:

@@ -276,6 +276,14 @@ def test_signal_repeated_at_once_counts_as_one(interrupt, tmp_path):
     assert stored(tmp_path / "last.ckpt") == INTERRUPTED_IN + 1
 
 
+def test_trackers_that_replace_sys_exit_get_the_status_of_a_signal(interrupt, tmp_path, monkeypatch):
+    statuses, leave = [], sys.exit
+    monkeypatch.setattr(sys, "exit", lambda status: statuses.append(status) or leave(status))  # as W&B does
+    with pytest.raises(SystemExit):
+        run(tmp_path, *interrupt("update", send(signal.SIGTERM)))
+    assert statuses == [143]
+
+
 def test_second_ctrl_c_in_an_interactive_session_ends_fit_and_keeps_the_process(interrupt, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     monkeypatch.setattr("lightning_rl.checkpointing.interruption._SAME_SIGNAL", 0.0)

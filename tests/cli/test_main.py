@@ -958,6 +958,15 @@ def test_missing_package_of_a_logger_is_named(capsys, monkeypatch):
     assert capsys.readouterr().err.splitlines()[-1] == "lightning-rl: error: Requirement 'unavailable>=1' not met"
 
 
+def test_trackers_that_replace_sys_exit_get_the_status_of_an_error(monkeypatch):
+    statuses, leave = [], sys.exit
+    monkeypatch.setattr(sys, "exit", lambda status: statuses.append(status) or leave(status))  # as W&B does
+    monkeypatch.setattr(sys, "argv", ["lightning-rl", "fit", *SMALL, "--trainer.default_root_dir=/dev/null/x"])
+    with pytest.raises(SystemExit):
+        run()
+    assert statuses == [1]
+
+
 def test_modules_in_the_current_folder_can_be_named(monkeypatch):
     Path("beside.py").write_text("from lightning_rl import PPO\nclass Mine(PPO):\n    pass\n")
     # As from the console script, which does not have the current folder on its path.
