@@ -595,6 +595,11 @@ def test_a_callback_whose_hook_would_never_be_called_is_refused():
         fit(callbacks=[callback])
 
 
+def test_a_callback_that_overrides_every_hook_is_accepted():
+    hooks = {name: lambda *_, **__: None for name in vars(Callback) if name.startswith("on_")}
+    fit(callbacks=[type("AsOfRayTune", (Callback,), hooks)()])
+
+
 def test_parameters_in_float16_are_refused():
     data = make_data()
     with pytest.raises(ConfigurationError, match=r"model=torch.float16 is .* precision is an option of the Trainer"):
