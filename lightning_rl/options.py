@@ -1,7 +1,6 @@
 """Groups of options, such as `PPO(optimizer={"max_grad_norm": 1.0})`: frozen dataclasses as defaults of parameters.
 
-The package reads options from a flat dict by full names, such as `optimizer.max_grad_norm`; checkpoints hold nested
-dicts.
+The package reads options by full names, such as `optimizer.max_grad_norm`; checkpoints hold nested dicts.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ class VideoRecorder(EnvStepWriter):
     """Film episodes after each interval of environment steps, and at the end.
 
     The first rank plays the same episodes each time, in separate environments with separate seeds; training is not
-    affected, but waits. The files are `step=…-episode=….mp4`. TensorBoard logs a small animation; W&B and MLflow log
-    the file.
+    affected, but waits. The files are `step=…-episode=….mp4`. TensorBoard logs an animation; W&B and MLflow the file.
 
     Args:
         every_n_env_steps: Environment steps of all ranks between videos.

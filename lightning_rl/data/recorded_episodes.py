@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
+from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor
 
 from lightning_rl.data.datamodule import RolloutDataModule
@@ -165,6 +166,13 @@ class RecordedEpisodes(RolloutDataModule):
             ) from None
         rewards = np.concatenate([np.asarray(e.rewards, np.float64) for e in found])
         self._steps = {"observations": observations, "actions": actions, "rewards": rewards}
+        self._given = str(episodes) if isinstance(episodes, str | Path) else f"{len(found)} episodes"
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        hparams = super().hparams_initial
+        hparams["data"]["episodes"] = self._given  # also if a script gives the episodes themselves
+        return hparams
 
     def collect(self) -> Rollout:
         """Draw the steps of one batch; the seed and the number of updates determine which."""

@@ -21,8 +21,7 @@ def clipped_surrogate_loss(log_ratios: Tensor, advantages: Tensor, clip_range: T
     """Return PPO's clipped surrogate loss of each step (Schulman et al., 2017, arXiv 1707.06347, eq. 7, negated).
 
     `-min(ratio * A, clip(ratio, 1 - clip_range, 1 + clip_range) * A)`: there is no gradient once the ratio has left the
-    range in the direction that the advantage favors, except NaN where the ratio overflows: above a log-ratio of 88.7 in
-    float32.
+    range in the direction that the advantage favors, or NaN if it overflows (float32: a log-ratio above 88.7).
 
     Args:
         log_ratios: Any shape.

@@ -104,10 +104,8 @@ class Batch:
         return x[self.weights != 0] if "weights" in self.fields else x
 
     def mean(self, x: Tensor) -> Tensor:
-        """Return the mean of `x`, `[N]`, over the rows of all ranks (see `weight`).
-
-        Rows of weight 0 may be NaN, but a NaN in such a row still reaches the gradient of what it was computed from.
-        """
+        """Return the mean of `x`, `[N]`, over the rows of all ranks (see `weight`); rows of weight 0 may be NaN."""
+        # Such a NaN still reaches the gradient of what it was computed from.
         if "weights" in self.fields:
             x = torch.where(self.weights != 0, x, 0) * self.weights.to(x.dtype)
         elif self._given_weight is None and len(x):

@@ -26,8 +26,7 @@ def env_steps_of(module: LightningModule) -> int:
 def planned_env_steps(trainer: Trainer) -> int | None:
     """Return the number of environment steps at which `trainer` will stop, or None without a limit.
 
-    This is the minimum of `max_env_steps` of all callbacks, and of the steps of `max_epochs` epochs. It is known once
-    training has started.
+    This is the minimum of `max_env_steps` of all callbacks and of the steps of `max_epochs`; known during training.
     """
     limits, size = _limits(trainer), epoch_size(trainer)
     if size is not None and trainer.max_epochs not in (None, -1):

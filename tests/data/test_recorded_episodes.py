@@ -177,6 +177,12 @@ def test_predicted_episodes_can_be_saved_and_learned_from(tmp_path):
     assert all(np.array_equal(one._steps[name], other._steps[name]) for name in one._steps)
 
 
+def test_loggers_get_the_source_of_the_episodes(tmp_path):
+    save_episodes(expert(2), path := tmp_path / "episodes.pt")
+    found = [recorded(episodes).hparams_initial["data"]["episodes"] for episodes in (path, str(path), expert(2))]
+    assert found == [str(path), str(path), "2 episodes"]
+
+
 @pytest.mark.parametrize("kind", ["BetaHead", "SquashedGaussianHead"])
 def test_cloning_refuses_bounded_heads_by_their_class_too(kind):
     head = {"class_path": f"lightning_rl.policies.distributions.continuous.{kind}"}
