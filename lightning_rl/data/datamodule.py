@@ -223,9 +223,8 @@ class RolloutDataModule(LightningDataModule):
     @property
     def hparams_initial(self) -> AttributeDict:
         """Hyper-parameters for loggers; all options are in the group `data`, as the model may have the same names."""
-        # PyTorch's seed, as in `_fixed_seed`: runs of a sweep would not differ otherwise.
-        seed = torch.initial_seed() % 2**63 if self.seed is None else self.seed
-        return AttributeDict({**super().hparams_initial, "data": nested(self._settings | {"seed": seed})})
+        # Without a seed of their own, the runs of a sweep differ in PyTorch's seed only.
+        return AttributeDict({**super().hparams_initial, "data": nested(self._settings | {"seed": self._seed})})
 
     @property
     def observation_space(self) -> spaces.Space[Any]:
@@ -531,10 +530,14 @@ class RolloutDataModule(LightningDataModule):
     def _rank(self) -> int:
         return self.trainer.global_rank if self.trainer is not None else 0
 
+    @property
+    def _seed(self) -> int:
+        return torch.initial_seed() % 2**63 if self.seed is None else self.seed
+
     def _fixed_seed(self) -> int:
         """Return the seed of the run, by default PyTorch's on rank 0; the first call is a collective call."""
         if self.seed is None:  # a checkpoint has one seed for all ranks
-            self.seed = gather_ranks(torch.initial_seed() % 2**63)[0]
+            self.seed = gather_ranks(self._seed)[0]
         return self.seed
 
     def _policy(self) -> tuple[Policy, int, torch.dtype, torch.device]:
@@ -561,7 +564,7 @@ class RolloutDataModule(LightningDataModule):
         self, evaluator: Evaluator, num_episodes: int, role: int, record: bool = False, first_number: int = 0
     ) -> list[Episode]:
         policy, _, dtype, device = self._policy()
-        path = (self.seed if self.seed is not None else torch.initial_seed() % 2**63, role, self._rank)
+        path = self._seed, role, self._rank
         options = {"dtype": dtype, "deterministic": self.evaluation.deterministic, "record": record}
         numbers = range(first_number, first_number + num_episodes)
         with self._rank_named(), self._attached.precision_plugin.forward_context():

@@ -123,7 +123,7 @@ class RunClock:
     def advance(self, rollout: Rollout, device: torch.device) -> None:
         """Count the steps of a rollout on all ranks; a collective call."""
         frames = rollout.num_steps if rollout.frames is None else rollout.frames
-        counts = all_reduce(torch.tensor([rollout.num_steps, frames], device=device)).tolist()
+        counts: list[int] = all_reduce(torch.tensor([rollout.num_steps, frames], device=device)).tolist()
         self.env_steps, self.frames = self.env_steps + counts[0], self.frames + counts[1]
 
 
