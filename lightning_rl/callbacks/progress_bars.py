@@ -184,7 +184,10 @@ class EnvStepRichProgressBar(_EnvStepBar, RichProgressBar):
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """Draw environment steps in place of the batches of the epoch."""
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, env_steps_of(pl_module) - 1)
+        env_steps = env_steps_of(pl_module)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, env_steps - 1)
+        if self.progress is not None and self.train_progress_bar_id is not None:  # Lightning 2.5 counts the calls
+            self.progress.update(self.train_progress_bar_id, completed=env_steps)
 
 
 class PolicySummary(ModelSummary):
