@@ -270,6 +270,7 @@ class LocalVectorEnv(EnvironmentPool):
     """Steps environments one after another in this process."""
 
     def __init__(self, factories: Sequence[Factory]) -> None:
+        self.envs = []  # Gymnasium before 1.3 closes them in any case
         with contextlib.ExitStack() as made:  # closes the environments that were made if the next one fails
             self.envs = [made.enter_context(make()) for make in factories]
             made.pop_all()
