@@ -152,13 +152,14 @@ def train_with_replay(num_actors: int) -> dict[str, Any]:
 
 
 def learn_duals(rank: int, **trainer_options: Any) -> dict[str, torch.Tensor]:
-    """V-MPO: parameters after three rollouts, of which the second rank has no step."""
+    """V-MPO: parameters after three rollouts, of which the second rank has no step and no weights."""
     torch.manual_seed(0)
     model = VMPO(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, num_epochs=3, learning_rate=1e-2).double()
     rollouts = [random_rollout(model.policy, seed=seed, off_policy=0.0, valid=True) for seed in range(3)]
     for rollout in rollouts if rank else ():
         rollout.valid[:] = False
         rollout.num_steps = 0
+    rollouts[1].weights = None if rank else torch.ones(rollouts[1].shape)
     make_trainer(precision="64-true", **trainer_options).fit(model, FixedRollouts(rollouts, model))
     return parameters_of(model)
 

@@ -22,7 +22,7 @@ from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint, r
 from lightning_rl.checkpointing.interruption import InterruptionGuard
 from lightning_rl.checkpointing.loading import WarmStart, from_checkpoint, warm_start
 from lightning_rl.checkpointing.resuming import take_over
-from lightning_rl.distributed import world_size
+from lightning_rl.distributed import all_reduce, world_size
 from lightning_rl.nested import Nested, leaves
 from lightning_rl.options import (
     constructor_arguments,
@@ -450,8 +450,15 @@ class OnPolicyAlgorithm(LightningModule):
         self.steps.record_loss(self.loss(batch))
 
     def checked_weights(self, rollout: Rollout) -> Tensor | None:
-        """Return `step_weights(rollout)`, or raise a `ConfigurationError` if its shape is not `[T, B]`."""
+        """Return `step_weights(rollout)`, or raise a `ConfigurationError` if its shape is not `[T, B]`.
+
+        If only some ranks have weights, the others return ones; a collective call.
+        """
         weights = self.step_weights(rollout)
+        if world_size() > 1:  # ranks with and without weights would communicate differently, and wait for each other
+            rewards = rollout.rewards
+            if all_reduce(torch.tensor(float(weights is not None), device=rewards.device), "max"):
+                weights = torch.ones_like(rewards) if weights is None else weights.to(rewards.dtype)
         if weights is not None:
             name, found, expected = "step_weights", tuple(weights.shape), rollout.shape
             name = "rollout.weights" if weights is rollout.weights else name
