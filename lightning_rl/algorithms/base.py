@@ -450,12 +450,9 @@ class OnPolicyAlgorithm(LightningModule):
         self.steps.record_loss(self.loss(batch))
 
     def checked_weights(self, rollout: Rollout) -> Tensor | None:
-        """Return `step_weights(rollout)`, or raise a `ConfigurationError` if its shape is not `[T, B]`.
-
-        If only some ranks have weights, the others return ones; a collective call.
-        """
+        """Return `step_weights(rollout)`, or raise a `ConfigurationError` if its shape is not `[T, B]`; collective."""
         weights = self.step_weights(rollout)
-        if world_size() > 1:  # ranks with and without weights would communicate differently, and wait for each other
+        if world_size() > 1:  # weights on some ranks only: without ones on the others, ranks would wait for each other
             rewards = rollout.rewards
             if all_reduce(torch.tensor(float(weights is not None), device=rewards.device), "max"):
                 weights = torch.ones_like(rewards) if weights is None else weights.to(rewards.dtype)

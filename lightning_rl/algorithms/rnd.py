@@ -122,6 +122,7 @@ class RND(PPO):
         self.intrinsic_gamma = intrinsic_gamma
         self.predictor_fraction = predictor_fraction
         self.intrinsic_normalizer = RewardNormalizer(self.intrinsic_gamma, clip=None)
+        self.stream: Any = None
 
     def make_policy(self) -> CuriousActorCritic:
         return CuriousActorCritic(self.observation_space, self.action_space, **self.policy_options())
@@ -131,6 +132,11 @@ class RND(PPO):
         for policy in (self.policy, *self.acting_copies) if self.policy_version == 0 else ():
             policy.novelty_normalizer.update(rollout.flatten().observations)  # type: ignore[union-attr, operator]
         super().update(rollout)
+
+    def record_loss(self, rollout: Rollout | Batch) -> None:
+        learned = self.stream  # of a rollout that is being learned from
+        super().record_loss(rollout)
+        self.stream = learned
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
         stream = self.intrinsic_stream(rollout)
