@@ -19,7 +19,7 @@ BAD = {
         "could not determine a constructor for the tag",
     ),
     "name": ("data: !!python/name:os.system\n", "could not determine a constructor for the tag"),
-    "depth": ("[" * 3000, "recursion"),  # torch.compile raises Python's limit to 2000
+    "depth": ("[\n" * 3000, "recursion"),  # torch.compile raises Python's limit to 2000
     "date": ("data: 2001-99-99\n", "month must be in 1..12"),
     "bytes": (b"data: \xff\xfe\n", "can't decode byte"),
     "control": ("data: \x00\n", "special characters are not allowed"),

@@ -1,6 +1,7 @@
 """What starts with the command line: as little as it can, counted in modules."""
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 
 import lightning_rl
 from lightning_rl import __version__
+from lightning_rl.__main__ import run
 from tests.cli.test_main import SMALL
 
 ROOT = Path(__file__).parents[2]
@@ -139,13 +141,10 @@ def test_program_in_an_archive_starts_further_ranks(in_tmp_path):
     assert "GLOBAL_RANK: 1, MEMBER: 2/2" in done.stderr
 
 
-def test_help_is_printed_where_the_encoding_lacks_letters():
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_rl", "fit", "--model.help", "PPO"],
-        capture_output=True,
-        timeout=200,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONIOENCODING": "cp1252"},  # as in a pipe on Windows
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    assert rb"GAE_LAMBDA \u03bb of the advantage estimates" in b" ".join(done.stdout.split())
+def test_help_is_printed_where_the_encoding_lacks_letters(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-rl", "fit", "--model.help", "PPO"])
+    monkeypatch.setattr(sys, "stdout", pipe := io.TextIOWrapper(io.BytesIO(), "cp1252"))  # as a pipe on Windows
+    with pytest.raises(SystemExit, match="0"):
+        run()
+    pipe.seek(0)
+    assert r"GAE_LAMBDA \u03bb of the advantage estimates" in " ".join(pipe.read().split())

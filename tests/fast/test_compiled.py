@@ -106,15 +106,6 @@ def test_rollouts_of_other_sizes_do_not_recompile(uncompiled):
     assert_alike(*ends)
 
 
-@needs_compiler
-def test_memory_of_a_run_is_freed_after_it():
-    model = learn(rollouts=range(2))
-    kept = [weakref.ref(x) for x in (model, model.trainer, next(model.parameters()))]
-    del model
-    gc.collect()
-    assert [reference() for reference in kept] == [None, None, None]
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "divergence": {"target_kl": 0.03},
     "divergence of each update": {"target_kl": 0.03, "clipping": {"rollback": True}},
@@ -381,14 +372,22 @@ def test_numbers_of_an_earlier_model_do_not_become_inputs(uncompiled):
     assert_alike(model, learn(entropy_coef=0.2, fast_paths="none"))
 
 
-@needs_compiler
-def test_compiled_program_gives_the_same_parameters(caplog):
-    torch.compiler.reset()
+def compiled_run(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    """Compare a compiled run with a plain one; return weak references to its model, Trainer and a parameter."""
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         model = learn(entropy_coef=0.1, target_kl=10.0)
     assert not model.steps.engine.failed
     assert len(lines(caplog, "PPO: compiling the update, once, about 10 s (cached for the next run)")) == 1
     assert_alike(model, learn(entropy_coef=0.1, target_kl=10.0, fast_paths="none"), tolerance=1e-5)
+    return [weakref.ref(x) for x in (model, model.trainer, next(model.parameters()))]
+
+
+@needs_compiler
+def test_compiled_program_gives_the_same_parameters_and_frees_the_memory_of_the_run(caplog):
+    torch.compiler.reset()
+    kept = compiled_run(caplog)
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None, None]
 
 
 @pytest.mark.slow
