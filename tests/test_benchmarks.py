@@ -366,12 +366,12 @@ def test_one_command_makes_what_is_missing_of_the_zoo_and_then_its_pages(tmp_pat
 
 def test_curves_have_a_panel_for_each_configuration(tmp_path):
     pytest.importorskip("matplotlib")
-    curves.draw(tmp_path / "curves.svg", algorithm="impala")
+    curves.draw(tmp_path / "curves.svg")
     drawn, committed = (tmp_path / "curves.svg").read_text(), curves.FIGURE.read_text()
-    for name, runs in table.load_scores(algorithm="impala").items():
-        assert f">{name}<" in drawn and f"{len(runs)} seed" in drawn
-    for name in table.load_scores():
+    for name, runs in table.load_scores().items():
+        assert f">{name}<" in drawn
         assert f">{name}<" in committed, "run python benchmarks/curves.py"
+        assert f"{len(runs)} seed" in drawn
     assert all(f">{label}<" in drawn for label in ("environment steps", "episode return", "goal"))
 
 

@@ -218,7 +218,8 @@ def folder_around(checkpoint: Path) -> Path | None:
 
 def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
     """Return the run folder of a checkpoint; None if a later one in it would be overwritten, or it is not in a run."""
-    if (run_dir := folder_around(checkpoint)) is None:
+    # Without a configuration, the folder is the log of a run elsewhere, or of a script.
+    if (run_dir := folder_around(checkpoint)) is None or not configurations(run_dir):
         return None
     for path, steps in _furthest_first(checkpoint.parent).items():
         if path == checkpoint:

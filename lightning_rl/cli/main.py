@@ -162,9 +162,7 @@ class OnPolicyCLI(LightningCLI):
             self.checkpoint = read_checkpoint(path, mapped=True)  # the Trainer reads the whole file later
             steps = self.checkpoint[CHECKPOINT_KEY]["env_steps"]
             self._purge_step = steps + 1
-            run_dir = run_folders.run_dir_of(Path(path), steps)
-            # Without a configuration, the folder is the log of a run elsewhere, or of a script.
-            self.run_dir = run_dir if run_dir and run_folders.configurations(run_dir) else None
+            self.run_dir = run_folders.run_dir_of(Path(path), steps)
             where = " in a NEW run folder" if self._fits and self.run_dir is None else ""
             what = "Resuming" if self._fits else f"Policy of {self.checkpoint[CHECKPOINT_KEY]['algorithm']}"
             say(f"{what} from {path}, at {steps} environment steps{where}")

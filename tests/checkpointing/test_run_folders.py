@@ -29,6 +29,8 @@ def own_environment(monkeypatch):
 
 def write(path, time, **content):
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.parent.name == "checkpoints":  # of a run, which has a configuration
+        (path.parent.parent / "config.yaml").touch()
     torch.save(content, path)
     os.utime(path, (time, time))
     return path
@@ -226,6 +228,13 @@ def test_resumed_run_keeps_its_folder_unless_later_checkpoint_exists(tmp_path):
     )  # the same environment steps as the last checkpoint
     assert run_dir_of(best, 50) == tmp_path / "version_0"
     assert run_dir_of(write(tmp_path / "my.ckpt", 100), 10) is None
+
+
+def test_checkpoint_beside_a_log_without_a_configuration_is_in_no_run(tmp_path):
+    last = write(tmp_path / "version_0/checkpoints/last.ckpt", 100, lightning_rl={"format": FORMAT, "env_steps": 50})
+    assert run_dir_of(last, 50) == tmp_path / "version_0"
+    (tmp_path / "version_0/config.yaml").unlink()
+    assert run_dir_of(last, 50) is None
 
 
 def test_older_checkpoint_beside_damaged_newer_one_starts_new_folder(tmp_path):
