@@ -479,7 +479,7 @@ class OnPolicyAlgorithm(LightningModule):
 
     def on_validation_start(self) -> None:
         _update_acting_policy(self)  # a checkpoint was loaded
-        self.metrics.evaluation.begin(0)  # an exception may have ended the last evaluation
+        self.metrics.evaluation.begin(self.env_steps)  # an exception may have ended the last evaluation
 
     on_test_start = on_predict_start = on_validation_start
 

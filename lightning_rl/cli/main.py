@@ -306,7 +306,9 @@ class OnPolicyCLI(LightningCLI):
         # If the Trainer spawned processes, the step count stays with them.
         done = f"Done: {steps} environment steps" if (steps := self.model.env_steps) else "Done"
         score = self.trainer.callback_metrics.get("val/episode_return")
-        lines = [done if score is None else f"{done}, validation return at the end {score:.4g}"]
+        validated = self.model.metrics.evaluation.since
+        when = "at the end" if validated == steps else f"at step {validated}:"
+        lines = [done if score is None else f"{done}, validation return {when} {score:.4g}"]
         folders = [logger.log_dir or logger.save_dir for logger in self.trainer.loggers]
         lines += [f"  log:         {relative(folder)}" for folder in folders if folder is not None]
         for saver in self._savers()[:1]:

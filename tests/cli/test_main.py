@@ -587,6 +587,14 @@ def test_the_return_at_the_end_and_that_of_the_checkpoint_are_told_apart(capsys,
     assert checkpoint.endswith(".ckpt (best validation return: 7)")
 
 
+def test_the_step_of_the_last_validation_is_named_unless_it_is_the_end(capsys):
+    epochs = ["--trainer.max_epochs=4", "--data.rollouts_per_epoch=1", "--trainer.check_val_every_n_epoch=3"]
+    cli = main(["fit", *SMALL, *epochs])
+    done, *_ = capsys.readouterr().out.splitlines()[-5:]
+    steps = cli.model.env_steps
+    assert re.fullmatch(rf"Done: {steps} environment steps, validation return at step {3 * steps // 4}: [\d.]+", done)
+
+
 def test_a_run_keeps_the_best_and_the_last_checkpoint():
     cli = main(["fit", *SMALL, "--max_env_steps=160"])
     names = [path.name for path in sorted(cli.run_dir.glob("checkpoints/*"))]
