@@ -668,6 +668,8 @@ class OnPolicyAlgorithm(LightningModule):
             self.metrics.begin(self.env_steps)
 
     def on_train_epoch_end(self) -> None:
+        if self.trainer.should_stop:  # before the last checkpoint, or a resumed run would log these rollouts again
+            self.metrics.log_rest(self)
         self.metrics.show_unlogged(self.trainer)
 
     def on_train_end(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 
-from lightning_rl import PPO
+from lightning_rl import PPO, EnvStepLimit, LastCheckpoint
 from lightning_rl.rollouts.rollout import EpisodeSummary
 from lightning_rl.training.metrics import LogWindow
 from tests.helpers import MemoryLogger, make_data, make_model, make_trainer
@@ -66,6 +66,19 @@ def test_run_stopped_by_a_callback_logs_the_rest_once(every, steps):
     logger = fit(model, StopsAfter(6), every=every)
     assert [step for step, _ in logger.rows("train/policy_loss")] == steps
     assert model.metrics.is_empty == bool(every)
+
+
+def test_run_that_resumes_after_a_stop_logs_no_episode_twice(tmp_path):
+    ended: list[float] = []
+    count = LambdaCallback(on_train_batch_end=lambda t, m, o, rollout, i: ended.extend(rollout.episodes.returns))
+    logger = MemoryLogger()
+    for end, path in ((StopsAfter(6), None), (EnvStepLimit(384), tmp_path / "last.ckpt")):
+        options = {"logger": logger, "log_every_n_steps": 4, "enable_checkpointing": True, "max_epochs": -1}
+        trainer = make_trainer(callbacks=[end, count, LastCheckpoint(tmp_path)], **options)
+        trainer.fit(make_model(make_data()), make_data(rollouts_per_epoch=8), ckpt_path=path)
+    logged = logger.rows("rollout/episodes")
+    assert [step for step, _ in logged] == [128, 192, 256, 384]
+    assert sum(number for _, number in logged) == len(ended)
 
 
 def test_run_ended_by_an_exception_does_not_log_the_rest():
