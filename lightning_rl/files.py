@@ -8,6 +8,7 @@ import os
 import pickle
 import shlex
 import subprocess
+import sys
 import time
 import zipfile
 from collections.abc import Callable, Sequence
@@ -197,6 +198,16 @@ def relative(path: str | Path) -> str:
     """Return a path as it can be typed in a shell, relative to the current folder if that contains it."""
     path = Path(path).absolute()
     return typed([str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)])
+
+
+def print_line(text: str) -> None:
+    """Print a line at once. A run continues without output if the reader of its output, such as `tee`, has ended."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python fails at exit otherwise
+    except OSError:  # the disk is full
+        pass
 
 
 def typed(arguments: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from lightning_rl.callbacks.video import Films, check_imageio, data_of
 from lightning_rl.data.recorded_episodes import check_can_write, write_minari
 from lightning_rl.distributed import gather_on_rank_zero, gather_ranks
+from lightning_rl.files import print_line
 from lightning_rl.rollouts.rollout import Episode
 from lightning_rl.validation import ConfigurationError, check, make_folder
 
@@ -129,4 +130,4 @@ class EpisodeLines(Callback):
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for number, line in enumerate(chain.from_iterable(gather_ranks(self.lines))):
             if trainer.is_global_zero:
-                print(f"episode {number}: {line}", flush=True)
+                print_line(f"episode {number}: {line}")

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 
 from lightning_rl.data.datamodule import RolloutDataModule
+from lightning_rl.files import print_line
 from lightning_rl.training.clock import env_steps_of, planned_env_steps
 from lightning_rl.training.metrics import log_is_due
 
@@ -40,7 +41,7 @@ class LineStream:
         if not (text := text.strip()):
             return
         if not self.notebook:
-            print(text, flush=True)
+            print_line(text)
         elif self._handle is not None:
             self._handle.update({"text/plain": text}, raw=True)
         else:
@@ -93,7 +94,7 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
         self.train_progress_bar = Tqdm(disable=True)  # a copy in another process has none
         notebook = in_notebook()
         # An interactive console (ps1) can overwrite lines even if it is no terminal.
-        self._live = notebook or sys.stdout.isatty() or hasattr(sys, "ps1")
+        self._live = notebook or (sys.stdout is not None and sys.stdout.isatty()) or hasattr(sys, "ps1")
         self._file: Any = sys.stdout if self._live and not notebook else LineStream(notebook)
 
     def init_train_tqdm(self) -> Tqdm:
@@ -127,7 +128,7 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
         """Return an invisible bar: all episodes are one batch. An evaluation prints one line instead."""
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if self.is_enabled and self.trainer.state.fn != "fit" and isinstance(data, RolloutDataModule):
-            print(f"Playing {data.evaluation.episodes} episodes", flush=True)
+            print_line(f"Playing {data.evaluation.episodes} episodes")
         return Tqdm(disable=True)
 
     init_sanity_tqdm = init_validation_tqdm = init_test_tqdm = init_predict_tqdm = _announce

@@ -292,5 +292,6 @@ def _save_nothing(trainer: Trainer, pl_module: LightningModule, exception: BaseE
 
 
 def _print(message: str) -> None:
-    # Not with `print`, which the signal may have interrupted.
-    os.write(2, f"\n{message}\n".encode())
+    # Not with `print`, which the signal may have interrupted. Ctrl-C also ends the reader of a pipe, such as `tee`.
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{message}\n".encode())

@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from importlib.metadata import version
 from inspect import Parameter
 from itertools import pairwise
@@ -36,7 +35,7 @@ from lightning_rl.callbacks.episode_recorder import RecordAs
 from lightning_rl.cli import COMMANDS, TRAINER_COMMANDS
 from lightning_rl.distributed import causes
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.files import read_yaml, relative
+from lightning_rl.files import print_line, read_yaml, relative
 from lightning_rl.options import defaults_of, types_of
 from lightning_rl.tools.trained import config_of, resolve_config
 from lightning_rl.training.parameter_groups import Part
@@ -99,7 +98,7 @@ _FIRST_OPTIONS = {
     *("data.env.kwargs", "data.evaluation.episodes"),
 }
 """Options that `--help` lists."""
-say = rank_zero_only(partial(print, flush=True))
+say = rank_zero_only(print_line)
 
 
 _YAML = "yaml_with_none"

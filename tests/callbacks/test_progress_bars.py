@@ -1,5 +1,8 @@
 """The progress bars: what they say, how often, and where they start."""
 
+import errno
+import io
+import os
 import re
 import subprocess
 import sys
@@ -83,6 +86,18 @@ def test_output_to_a_file_is_one_line_for_a_short_run_with_its_last_returns(caps
     (only,) = output.splitlines()
     assert re.match(r"Training: 100% 512/512 \[00:\d\d<00:00, +[\d.]+k? env steps/s, ", only)
     assert f"return={shown[0]}" in only and f"val={shown[1]}" in only
+
+
+class Full(io.StringIO):
+    def flush(self):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("output", [None, Full()], ids=["no console", "full disk"])
+def test_run_needs_no_output(monkeypatch, output):
+    monkeypatch.setattr(sys, "stdout", output)
+    trainer(EnvStepProgressBar()).fit(algorithm := model(), data())
+    assert algorithm.env_steps == 2 * EPOCH
 
 
 def test_output_to_a_file_is_bounded_by_percents_however_long_rollouts_take(capsys, monkeypatch):

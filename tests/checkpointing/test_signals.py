@@ -107,6 +107,22 @@ def test_first_signal_saves_and_ends_program(signum, to):
     wait_for(lambda: not alive(workers), 5)
 
 
+@pytest.mark.parametrize("lines", ["no lines", "lines before the signal"])
+def test_first_signal_saves_though_the_reader_of_the_output_has_ended(lines):
+    # As with `2>&1 | tee log`: Ctrl-C also ends tee.
+    with started(*WORKERS) as process:
+        wait_for(LAST.exists)
+        before = stored()
+        process.stdout.close()
+        process.stderr.close()
+        if lines != "no lines":
+            wait_for(lambda: stored() > before)
+            before = stored()
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == 130
+    assert stored() > before
+
+
 def test_second_signal_ends_program_at_once():
     Path("slow.py").write_text(
         SLOW.format(seconds=3).replace("        time", "        open('stepped', 'w')\n        time")
