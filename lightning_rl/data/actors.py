@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_rl.data.collector import Sampler
 from lightning_rl.environments import Backend
 from lightning_rl.environments.contract import ACTORS, Failure, derive_seed
+from lightning_rl.environments.workers import to_shared_memory
 from lightning_rl.nested import map_leaves
 from lightning_rl.options import OrDict
 from lightning_rl.rollouts.rollout import Rollout
@@ -176,7 +177,7 @@ def pack(rollout: Rollout, actor: int, share: bool = True) -> Rollout:
 
     def copied(x: Tensor) -> Any:  # a tensor or an array
         if share and x.nbytes > _MAX_IN_PIPE:
-            return x.clone().share_memory_()  # type: ignore[no-untyped-call]
+            return to_shared_memory(x.clone())
         return x.numpy().copy()
 
     packed = copy.copy(rollout)

@@ -33,7 +33,13 @@ from lightning_rl.data.actors import (
 )
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.contract import EnvSettings, Failure
-from lightning_rl.environments.workers import kill, live_with_parent, none_left_on_failure, signals_waiting
+from lightning_rl.environments.workers import (
+    kill,
+    live_with_parent,
+    none_left_on_failure,
+    signals_waiting,
+    to_shared_memory,
+)
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import Policy
 from lightning_rl.rollouts.rollout import Rollout
@@ -50,8 +56,8 @@ class SharedWeights:
     """
 
     def __init__(self, policy: nn.Module, context: BaseContext) -> None:
-        self._shared = [torch.zeros_like(x, device="cpu").share_memory_() for x in weights_of(policy)]  # type: ignore[no-untyped-call]
-        self._version = torch.full((1,), -1).share_memory_()  # type: ignore[no-untyped-call]
+        self._shared = [to_shared_memory(torch.zeros_like(x, device="cpu")) for x in weights_of(policy)]
+        self._version = to_shared_memory(torch.full((1,), -1))
         self._lock = context.Lock()
 
     def publish(self, policy: nn.Module, version: int, while_locked: Callable[[], None] = lambda: None) -> None:
@@ -136,7 +142,7 @@ class ProcessActors(Actors):
         self._weights = SharedWeights(policy, context)
         self._weights.publish(policy, version)
         # Shared memory: the learner needs no more rollouts.
-        self._stopped = torch.zeros(1, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
+        self._stopped = to_shared_memory(torch.zeros(1, dtype=torch.bool))
         self._since = [time.monotonic()] * options.count  # the start or the latest result of each actor
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []

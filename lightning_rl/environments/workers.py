@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import multiprocessing
 import os
@@ -34,6 +35,7 @@ from lightning_rl.environments.contract import (
     give_up,
 )
 from lightning_rl.nested import Nested, map_leaves, map_space
+from lightning_rl.validation import ConfigurationError
 
 # Seconds that all workers together have to close their environments before they are killed.
 _GRACE = 5.0
@@ -186,7 +188,7 @@ class WorkerPool(EnvironmentPool):
     def _allocate(self, space: gymnasium.Space[Any]) -> Tensor:
         """Return shared memory for the observations `[B, ...]` of a leaf, in bytes."""
         size = np.zeros(space.shape or (), space.dtype).nbytes
-        return torch.zeros(self.num_envs, size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call, no-any-return]
+        return to_shared_memory(torch.zeros(self.num_envs, size, dtype=torch.uint8))
 
     def _share(self, index: int) -> None:
         with contextlib.suppress(OSError):  # the next message finds that the worker has ended
@@ -246,6 +248,17 @@ class WorkerPool(EnvironmentPool):
             codes = ", ".join(dead.values())
             return WorkerFailure(list(dead), f"is gone: its worker process died with exit code {codes}")
         return WorkerFailure(list(lost), f"gave no answer within env.step_timeout={self.timeout:g} seconds")
+
+
+def to_shared_memory(x: Tensor) -> Tensor:
+    """Move a tensor to shared memory, in place; a `ConfigurationError` says that there is too little of it."""
+    try:
+        return x.share_memory_()  # type: ignore[no-untyped-call, no-any-return]
+    except RuntimeError as error:
+        if os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        size = f"{x.nbytes:,} bytes of shared memory are needed, and /dev/shm is full"
+        raise ConfigurationError(f"{size}: free or enlarge it, in Docker with --shm-size=1g (default: 64m)") from error
 
 
 def send(pipe: Any, message: Any) -> None:  # a connection, and any message

@@ -1,6 +1,7 @@
 """The pool of worker processes behaves like Gymnasium's vector environments."""
 
 import functools
+import multiprocessing
 import os
 import signal
 from typing import Any
@@ -8,12 +9,17 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from lightning_rl import IMPALA
+from lightning_rl.data import actors, process_actors
 from lightning_rl.environments.contract import batch_infos
 from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.nested import leaves, map_leaves
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import make_data, make_trainer
 from tests.probes import make_batch
 
 
@@ -154,3 +160,28 @@ def test_infos_of_different_types_and_shapes_are_objects(backend):
     for _ in range(60):
         assert len(environments.step(np.zeros(4, np.int64)).infos["odd"]) == 4
     environments.close()
+
+
+def full(*args):
+    raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+
+def test_full_shared_memory_is_a_message_and_leaves_no_worker(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    with pytest.raises(ConfigurationError, match=r"^8 bytes of shared memory .* /dev/shm is full: .* --shm-size=1g"):
+        WorkerPool([functools.partial(Talkative, 0)], 20.0)
+    assert not multiprocessing.active_children()
+
+
+def test_full_shared_memory_in_an_actor_is_a_message(monkeypatch):
+    monkeypatch.setattr(actors, "_MAX_IN_PIPE", 1000)
+    read = process_actors.SharedWeights.read
+
+    def read_and_fill(weights, policy):
+        monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+        return read(weights, policy)
+
+    monkeypatch.setattr(process_actors.SharedWeights, "read", read_and_fill)
+    data = make_data(num_envs=2, rollout_length=100, actors={"count": 1})
+    with pytest.raises(ConfigurationError, match=r"^actor 0: .* bytes of shared memory .* /dev/shm is full"):
+        make_trainer().fit(IMPALA(data.observation_space, data.action_space), data)
