@@ -149,15 +149,20 @@ def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    times: dict[Path, float] = {}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # a run that is still training has replaced it
+            times[path] = path.stat().st_mtime
     # Of files of the same time, `last.ckpt` comes first.
-    return sorted(paths, key=lambda path: (path.stat().st_mtime, path.name.startswith("last")), reverse=True)
+    return sorted(times, key=lambda path: (times[path], path.name.startswith("last")), reverse=True)
 
 
 def _furthest_first(run: Path) -> dict[Path, int]:
     # By their environment steps, which a copy keeps, unlike the times.
     steps: dict[Path, int] = {}
     for path in reversed(_newest_first(run.glob("*.ckpt"))):
-        checkpoint = _read(path)
+        if (checkpoint := _read(path)) is None and not path.exists():
+            continue
         # Only its time says where a file belongs that cannot be read.
         steps[path] = checkpoint[CHECKPOINT_KEY]["env_steps"] if checkpoint else max(steps.values(), default=-1)
     return dict(sorted(reversed(steps.items()), key=itemgetter(1), reverse=True))

@@ -133,6 +133,25 @@ def test_best_is_the_best_checkpoint_of_the_callback_of_the_newest_run(tmp_path)
     assert find_checkpoint(tmp_path, "best") == moved
 
 
+@pytest.mark.parametrize("name", ["last", "best"])
+@pytest.mark.parametrize("when", ["before its time is read", "before it is read"])
+def test_checkpoint_that_a_running_process_replaces_while_others_are_found(tmp_path, monkeypatch, name, when):
+    write_run(tmp_path / "version_0/checkpoints", 10)
+    expected = find_checkpoint(tmp_path, name)
+    replaced = tmp_path / "version_0/checkpoints/best-step=5.ckpt"
+    if when == "before its time is read":
+        replaced.symlink_to("gone")  # `glob` finds a file that has no time
+    else:
+        write(replaced, 30)
+
+        def read(path, mapped):
+            replaced.unlink(missing_ok=True)
+            return read_checkpoint(path, mapped)
+
+        monkeypatch.setattr("lightning_rl.checkpointing.run_folders.read_checkpoint", read)
+    assert find_checkpoint(tmp_path, name) == expected
+
+
 def test_there_is_no_best_checkpoint_if_the_newest_run_has_none(tmp_path):
     write_run(tmp_path / "version_0/checkpoints", 100)
     write_run(tmp_path / "version_1/checkpoints", 200, "step=10.ckpt", monitor="step")
