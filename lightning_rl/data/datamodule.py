@@ -491,7 +491,9 @@ class RolloutDataModule(LightningDataModule):
             )
 
     def _faster_settings(self) -> Iterator[str]:
-        backend, cores = self.spec.backend, os.cpu_count() or 1
+        has_affinity = hasattr(os, "sched_getaffinity")  # the cores of the job, not of the machine
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        backend = self.spec.backend
         if backend in ("sync", "async"):
             if getattr(find_spec(self.spec.env_id), "vector_entry_point", None) is not None:
                 yield "backend='native', which this environment supports"

@@ -11,7 +11,8 @@ from lightning_rl import RolloutDataModule
 @pytest.fixture
 def hints(monkeypatch, caplog):
     """A function that returns the hint after each rollout, None where there was none."""
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)  # of the machine
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {2, 3, 5, 7}, raising=False)  # of the job
 
     def run(env_seconds, between=10.0, backend="sync", num_envs=8):
         data, found = RolloutDataModule("CartPole-v1", num_envs, backend=backend), []
