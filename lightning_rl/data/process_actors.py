@@ -37,6 +37,7 @@ from lightning_rl.environments.workers import (
     kill,
     live_with_parent,
     none_left_on_failure,
+    pickle_shared,
     signals_waiting,
     to_shared_memory,
 )
@@ -124,7 +125,12 @@ def _next_request(pipe: Connection) -> EnvSettings | None:
 def _send_all(results: queue.SimpleQueue[Rollout | Failure], pipe: Connection) -> None:
     with contextlib.suppress(OSError):  # the learner has ended
         while True:
-            pipe.send(results.get())
+            result = results.get()
+            try:
+                message = pickle_shared(result)
+            except ConfigurationError as error:
+                message = pickle_shared(Failure.of(error))
+            pipe.send_bytes(message)
 
 
 class ProcessActors(Actors):

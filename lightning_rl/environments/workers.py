@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from operator import itemgetter, setitem
 from types import SimpleNamespace
 from typing import Any
@@ -191,8 +192,9 @@ class WorkerPool(EnvironmentPool):
         return to_shared_memory(torch.zeros(self.num_envs, size, dtype=torch.uint8))
 
     def _share(self, index: int) -> None:
+        memory = pickle_shared(self._memory)
         with contextlib.suppress(OSError):  # the next message finds that the worker has ended
-            self.pipes[index].send(self._memory)
+            self.pipes[index].send_bytes(memory)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -264,6 +266,18 @@ def to_shared_memory(x: Tensor) -> Tensor:
 def send(pipe: Any, message: Any) -> None:  # a connection, and any message
     """Pickle and send a message in half the time of `pipe.send`, with tensors by value."""
     pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def pickle_shared(message: Any) -> Any:  # bytes
+    """Pickle a message with tensors in shared memory; a `ConfigurationError` says why they cannot be sent."""
+    try:
+        return ForkingPickler.dumps(message)
+    except OSError as error:
+        folder = os.environ.get("TMPDIR")
+        raise ConfigurationError(
+            f"shared memory cannot be sent to another process ({error}): this needs a file descriptor and a socket in "
+            f"TMPDIR={folder!r}, expected to be a folder that can be written, with a path of at most 75 characters"
+        ) from error
 
 
 def as_arrays(memory: Nested, space: gymnasium.Space[Any]) -> Nested:

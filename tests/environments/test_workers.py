@@ -4,6 +4,7 @@ import functools
 import multiprocessing
 import os
 import signal
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import gymnasium
@@ -18,6 +19,7 @@ from lightning_rl.data import actors, process_actors
 from lightning_rl.environments.contract import batch_infos
 from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.nested import leaves, map_leaves
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data, make_trainer
 from tests.probes import make_batch
@@ -184,4 +186,21 @@ def test_full_shared_memory_in_an_actor_is_a_message(monkeypatch):
     monkeypatch.setattr(process_actors.SharedWeights, "read", read_and_fill)
     data = make_data(num_envs=2, rollout_length=100, actors={"count": 1})
     with pytest.raises(ConfigurationError, match=r"^actor 0: .* bytes of shared memory .* /dev/shm is full"):
+        make_trainer().fit(IMPALA(data.observation_space, data.action_space), data)
+
+
+@pytest.mark.parametrize(
+    "options", [{"backend": "async"}, {"actors": {"count": 1, "timeout": 10}}], ids=["workers", "actors"]
+)
+def test_temporary_folder_that_is_too_long_for_a_socket_is_a_message(monkeypatch, options):
+    dumps = ForkingPickler.dumps
+
+    def fail_to_share(message):  # as multiprocessing does for tensors in shared memory
+        if isinstance(message, torch.Tensor | Rollout):
+            raise OSError("AF_UNIX path too long")
+        return dumps(message)
+
+    monkeypatch.setattr(ForkingPickler, "dumps", fail_to_share)
+    data = make_data(num_envs=2, rollout_length=20, **options)
+    with pytest.raises(ConfigurationError, match=r"shared memory .* \(AF_UNIX path too long\): .* TMPDIR="):
         make_trainer().fit(IMPALA(data.observation_space, data.action_space), data)
