@@ -108,7 +108,8 @@ class Bernoulli(_OfLogits):
         return logsigmoid((2 * action.to(self.logits.dtype) - 1) * self.logits).sum(-1)
 
     def entropy(self) -> Tensor:
-        return -(logsigmoid(-self.logits) + self.logits * self.logits.sigmoid()).sum(-1)
+        x = self.logits.abs()  # of the more probable value: both summands are positive, so no digits cancel
+        return (x * (-x).sigmoid() - logsigmoid(x)).sum(-1)
 
     def kl(self, other: Self) -> Tensor:
         p, q = self.logits, other.logits

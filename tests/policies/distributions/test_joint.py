@@ -75,6 +75,12 @@ def test_bernoulli_stays_finite_for_extreme_logits(size):
     assert distribution.entropy() >= 0.69
 
 
+def test_entropy_of_an_almost_certain_switch_keeps_its_digits():
+    logits = torch.tensor([[-30.0], [-12.0], [12.0], [30.0]])
+    expected = Bernoulli(logits.double()[[0, 1, 1, 0]]).entropy().float()
+    torch.testing.assert_close(Bernoulli(logits).entropy(), expected, rtol=1e-6, atol=0)
+
+
 def test_components_with_different_numbers_of_choices_are_separate_categoricals():
     space = spaces.MultiDiscrete([2, 5, 3])
     torch.manual_seed(0)
