@@ -31,8 +31,7 @@ class OffPolicyPPG(PPG):
     than the policy. Auxiliary phases learn from the batches of the value.
 
     Args:
-        updates_per_rollout: Iterations of the policy phase after each rollout; fewer if a buffer has too few rows left
-            for a batch.
+        updates_per_rollout: Iterations of the policy phase after each rollout, while each buffer has a whole batch.
         batch_size: Rows of each batch, on each rank.
         policy_buffer_size: Steps in the buffer of the policy; new steps replace the oldest.
         policy_max_use: Maximum number of draws of each step from this buffer. None sets no limit.

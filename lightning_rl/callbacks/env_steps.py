@@ -107,8 +107,7 @@ class EnvStepWriter(EnvStepInterval):
 class EnvStepLimit(Callback):
     """Stop training with the first rollout that reaches a number of environment steps.
 
-    Schedules and progress bars read the limit from this callback. The Trainer validates once more when it stops,
-    unless `check_val_every_n_epoch` skips this epoch.
+    Schedules and progress bars read the limit from this callback. The epoch ends early, and is validated as others are.
 
     Args:
         max_env_steps: Environment steps of all ranks, an integer or a float such as 1e5.

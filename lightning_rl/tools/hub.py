@@ -95,8 +95,7 @@ def push_to_hub(
         episodes: Episodes to play for the score.
         private: Whether a new repository is private.
         message: Message of the commit; by default with the environment steps of the policy.
-        trust: Packages, one or several as [a, b], whose modules the checkpoint and the configuration beside it may
-            name.
+        trust: Packages, one or several as [a, b], whose modules checkpoint and configuration may name.
 
     Raises:
         ConfigurationError: The file is not a checkpoint of this package, its environment is unknown, a class in it is

@@ -160,8 +160,7 @@ class NormalizationConfig:
     Args:
         observations: Standardize all `Box` observations except images by their running moments. A dict sets options:
             `clip` bounds the result (10), `epsilon` is added to the variance (1e-8), `initial_variance` is the variance
-            before any data (1; 255² for images), and `images: true` standardizes images too, each pixel by its own
-            moments.
+            before any data (1; 255² for images), and `images: true` standardizes each pixel of images too.
         rewards: Divide rewards by the running standard deviation of the discounted return (true or `return_std`) or of
             the rewards (`reward_std`).
         reward_clip: Bound of the absolute normalized reward; no effect without `rewards`. None does not clip.
