@@ -515,8 +515,8 @@ class OnPolicyAlgorithm(LightningModule):
                 vectorized environment with autoreset. The recurrent state is reset there.
 
         Raises:
-            ConfigurationError: A part of the observation is missing or has another shape, or `memory` is given to a
-                policy without memory.
+            ConfigurationError: A part of the observation is missing, has another shape, or a number that is not finite
+                or that the dtype of its space cannot hold; or `memory` is given to a policy without memory.
         """
         spaces = self.observation_space, self.action_space
         return act(self.policy, *spaces, observation, deterministic, memory, episode_starts)

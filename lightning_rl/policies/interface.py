@@ -202,7 +202,14 @@ def act(
     check(fits, "observation: shapes", found, f"{shapes}, or the same number of rows of each")
 
     def rows(path: str, leaf: spaces.Space[Any]) -> Tensor:
-        part = parts[path].astype(observation_dtype(leaf, parameter.dtype))
+        given, dtype = parts[path], observation_dtype(leaf, parameter.dtype)
+        with np.errstate(invalid="ignore", over="ignore"):
+            part = given.astype(dtype)
+        # As environments are checked: pixels that were divided by 255 would all become 0.
+        wrong = ~np.isfinite(part) if dtype.kind == "f" else part != given
+        if wrong.any():
+            expected = f"a finite number that {dtype} can hold"
+            check(False, f"observation {path}".rstrip(), given[wrong].tolist()[0], expected)
         return torch.from_numpy(part if leading else part[None]).to(parameter.device)
 
     recurrent = as_recurrent(policy)

@@ -91,6 +91,26 @@ def test_act_names_the_parts_of_an_observation_that_lacks_some(observation, give
         make("masks").act(observation)
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "named"),
+    [
+        ("camera", np.full((4, 4, 3), 0.5), r"0\.5\b.* uint8"),
+        ("camera", np.full((4, 4, 3), 256), "256.* uint8"),
+        ("cell", 1.5, r"1\.5\b.* int64"),
+        ("place", np.array([0, np.nan, 0]), "nan.* float32"),
+        ("place", np.array([0, 0, 1e300]), r"1e\+300.* float32"),
+    ],
+)
+def test_act_refuses_numbers_that_the_dtype_of_the_space_would_change(part, value, named):
+    image = spaces.Box(0, 255, (4, 4, 3), np.uint8)
+    space = spaces.Dict({"camera": image, "cell": spaces.Discrete(4), "place": VECTOR})
+    model = PPO(space, DISCRETE, policy={"hidden_sizes": (4,)})
+    whole = {"camera": np.ones((4, 4, 3)), "cell": 1.0, "place": [0, 0, 0]}  # other dtypes that lose nothing
+    assert model.act(whole) in DISCRETE
+    with pytest.raises(ConfigurationError, match=f"observation {part}=.*{named}"):
+        model.act(whole | {part: value})
+
+
 def test_act_accepts_python_numbers():
     space = spaces.Dict({"cell": spaces.Discrete(4), "action_mask": ActionMask((3,))})
     torch.manual_seed(0)
