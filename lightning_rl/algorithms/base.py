@@ -511,8 +511,8 @@ class OnPolicyAlgorithm(LightningModule):
             deterministic: Return the mode of the policy instead of a sample.
             memory: Recurrent state that was returned with the last action; None at the start of episodes. With a
                 recurrent policy the action is returned with the next state, as a pair.
-            episode_starts: Where an episode has started since the last call, `[B]`: `terminated | truncated` of a
-                vectorized environment with autoreset. The recurrent state is reset there.
+            episode_starts: Where the observation is the first of an episode, `[B]`; the recurrent state is reset there.
+                `terminated | truncated` of the last step, or of the step before it in the autoreset mode `NEXT_STEP`.
 
         Raises:
             ConfigurationError: A part of the observation is missing, has another shape, or a number that is not finite

@@ -2,10 +2,12 @@
 
 import json
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 
 from lightning_rl import PPO
 from lightning_rl.masks import ActionMask
@@ -63,6 +65,35 @@ def test_act_passes_memory_between_steps_and_resets_it_at_episode_starts():
         for together, one in zip(leaves(memory), leaves(alone[t]), strict=True):
             torch.testing.assert_close(together[1:], one)
             assert one.abs().sum() > 0
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_act_starts_episodes_of_vectorized_environments_without_recurrent_state(mode):
+    env = gymnasium.make_vec(
+        "CartPole-v1", num_envs=2, vectorization_mode="sync", vector_kwargs={"autoreset_mode": mode}
+    )
+    torch.manual_seed(0)
+    memory = {"kind": "gru", "hidden_size": 8}
+    model = PPO(env.single_observation_space, env.single_action_space, policy={"hidden_sizes": (4,), "memory": memory})
+    observations, _ = env.reset(seed=0)
+    actions, state = model.act(observations)
+    ended, episodes = np.zeros(2, bool), 0
+    for _ in range(40):
+        starts = ended
+        observations, _, terminated, truncated, _ = env.step(actions)
+        ended = terminated | truncated
+        if mode is not AutoresetMode.NEXT_STEP:
+            starts = ended
+        if mode is AutoresetMode.DISABLED and ended.any():
+            observations, _ = env.reset(options={"reset_mask": ended})
+        actions, state = model.act(observations, memory=state, episode_starts=starts)
+        for row in np.flatnonzero(starts):
+            _, fresh = model.act(observations[row])
+            torch.testing.assert_close(state["actor"][row], fresh["actor"][0])
+            assert np.abs(observations[row]).max() <= 0.05  # CartPole begins near zero
+            episodes += 1
+    assert episodes > 2
+    env.close()
 
 
 def test_act_obeys_masks_and_samples_if_not_deterministic():
