@@ -290,6 +290,19 @@ def test_onnx_samples_respect_action_masks(tmp_path):
     assert set(actions.tolist()) == {0, 1, 2}
 
 
+def test_onnx_samples_repeat_if_the_seed_was_set_before_the_session_was_made(tmp_path):
+    path = export_policy(make("normalised_gaussian"), tmp_path / "policy", format="onnx") / "sampled.onnx"
+    feed = {"observation": np.zeros((5, 3), np.float32)}
+    drawn = []
+    for seed in (1, 1, 2):
+        onnxruntime.set_seed(seed)
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        drawn.append([session.run(None, feed)[0] for _ in range(2)])
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    assert (drawn[0][0] != drawn[0][1]).any()
+    assert (drawn[0][0] != drawn[2][0]).any()
+
+
 def test_missing_onnx_operator_is_named(tmp_path):
     message = r"(?s)cannot be exported.*programs=\['greedy'\].*aten\._standard_gamma"
     with pytest.raises(ConfigurationError, match=message if traces_gamma() else r"can trace; .*aten\._standard_gamma"):
