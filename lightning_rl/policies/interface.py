@@ -190,11 +190,17 @@ def act(
     space, parameter = acting_space(policy, observation_space), next(policy.parameters())
     shapes = {path: tuple(leaf.shape or ()) for path, leaf in space_leaves(space).items()}
     try:
-        parts = {path: np.asarray(part_at(observation, path)) for path in shapes}
-    except (LookupError, TypeError):
+        parts = {path: part_at(observation, path) for path in shapes}
+    except (LookupError, TypeError, ValueError):
         nested = isinstance(observation, dict | tuple)
         given = ", ".join(leaves(nested_paths(observation))) if nested else type(observation).__name__
         check(False, "observation: parts", given, f"dicts and tuples with {', '.join(shapes)}")
+    for path, part in parts.items():
+        try:
+            parts[path] = np.asarray(part)
+        except (TypeError, ValueError) as error:  # such as a tensor on a GPU, or the pair that `env.reset` returns
+            expected = f"an array of numbers on the CPU ({error})"
+            check(False, f"observation {path}".rstrip(), type(part), expected)
     found = {path: part.shape for path, part in parts.items()}
     first, shape = next(iter(shapes.items()))
     leading = found[first][: max(0, len(found[first]) - len(shape))]  # the number of rows; () for one observation

@@ -114,12 +114,27 @@ def test_act_raises_on_wrong_shapes_and_unused_memory():
 
 
 @pytest.mark.parametrize(
-    ("observation", "given"), [({"place": np.zeros(3)}, "place"), (np.zeros(3), "ndarray"), ([0.0], "list")]
+    ("observation", "given"),
+    [
+        ({"place": np.zeros(3)}, "place"),
+        (np.zeros(3), "ndarray"),
+        ([0.0], "list"),
+        (({"place": np.zeros(3), "action_mask": np.ones(3)}, {}), "0.place, 0.action_mask"),  # of env.reset()
+    ],
 )
 def test_act_names_the_parts_of_an_observation_that_lacks_some(observation, given):
     message = f"observation: parts='{given}' is not valid: expected dicts and tuples with action_mask, place"
     with pytest.raises(ConfigurationError, match=message):
         make("masks").act(observation)
+
+
+@pytest.mark.parametrize("given", [(np.zeros(3), {}), torch.zeros(3, device="meta")])
+def test_act_says_that_observations_are_arrays_on_the_cpu(given):
+    message = f"=<class '.*{type(given).__name__}'> is not valid: expected an array of numbers on the CPU"
+    with pytest.raises(ConfigurationError, match=f"observation{message}"):
+        PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (4,)}).act(given)
+    with pytest.raises(ConfigurationError, match=f"observation place{message}"):
+        make("masks").act({"place": given, "action_mask": np.ones(3)})
 
 
 @pytest.mark.parametrize(
