@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_rl.masks import is_continuous
 from lightning_rl.nested import (
     Nested,
+    first_leaf,
     leaves,
     map_leaves,
     map_paths,
@@ -222,8 +223,11 @@ def act(
     check(recurrent is not None or memory is None, "memory", "given", "None, since the policy has no memory")
     acting = {}
     if recurrent is not None:
+        num_rows = math.prod(leading)
         if memory is None:
-            memory = recurrent.initial_memory(math.prod(leading), critic=False)
+            memory = recurrent.initial_memory(num_rows, critic=False)
+        elif (found_rows := len(first_leaf(memory))) != num_rows:  # minGRU would broadcast one state to all rows
+            check(False, "memory: rows", found_rows, f"{num_rows}, as many as observations")
         if episode_starts is not None:
             memory = reset_memory(memory, np.atleast_1d(np.asarray(episode_starts, bool)))
         acting["memory"] = memory

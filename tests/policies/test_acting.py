@@ -67,6 +67,15 @@ def test_act_passes_memory_between_steps_and_resets_it_at_episode_starts():
             assert one.abs().sum() > 0
 
 
+@pytest.mark.parametrize("case", ["lstm", "mingru"])
+@pytest.mark.parametrize(("before", "now"), [(1, 4), (4, 1), (4, 3)])
+def test_act_refuses_the_recurrent_state_of_another_number_of_rows(case, before, now):
+    model = make(case)
+    _, memory = model.act(np.ones((before, 3)))
+    with pytest.raises(ConfigurationError, match=f"memory: rows={before} is not valid: expected {now}, as many as obs"):
+        model.act(np.ones((now, 3)), memory=memory)
+
+
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_act_starts_episodes_of_vectorized_environments_without_recurrent_state(mode):
     env = gymnasium.make_vec(
