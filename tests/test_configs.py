@@ -13,8 +13,10 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 
+import lightning_rl
 from lightning_rl import PPO, RolloutDataModule, save_episodes
 from lightning_rl.cli.main import main
+from lightning_rl.options import defaults_of
 from lightning_rl.policies.recurrent import MemoryOptions
 from lightning_rl.rollouts.batch import check_minibatches
 from lightning_rl.rollouts.rollout import Episode
@@ -136,7 +138,7 @@ def test_configuration_runs_for_two_rollouts(path):
         "--data.evaluation.episodes=1",
     ]
     small += ["--max_env_steps=null", "--num_threads=1"]
-    if given["model"]["class_path"] not in ("A2C", "CLEAR", "IMPALA"):
+    if "num_minibatches" in defaults_of(getattr(lightning_rl, given["model"]["class_path"])):
         small += ["--model.num_minibatches=2", "--model.num_epochs=1"]
     if given["model"]["class_path"] == "OffPolicyPPG":
         small += ["--model.batch_size=8"]
