@@ -1,7 +1,9 @@
 """The loss in closed form: what autograd makes of `PPO.loss`, wherever nobody wants anything else of it."""
 
 import copy
+import inspect
 import math
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from lightning_rl import PPO
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.ppo import READ_BY_LOSS
+from lightning_rl.fast import ppo as fast_ppo
 from lightning_rl.fast.engine import closed_form_of
 from lightning_rl.fast.ppo import PPOLoss
 from lightning_rl.fast.programs import KnownLoss
@@ -107,6 +110,15 @@ def test_loss_gradient_and_diagnostics_equal_autograd(options, action_space):
     assert 0 < found["clip_fraction"] < 1 or options == "not clipped"
     for found_gradient, gradient in zip(in_order(known, model), gradients, strict=True):
         torch.testing.assert_close(found_gradient, gradient, rtol=1e-10, atol=1e-14)
+
+
+def test_closed_form_knows_everything_that_the_loss_reads():
+    """By default, an option that only `PPO.loss` reads would have no effect, as the closed form runs in its place."""
+    members = (PPO.loss, PPO.add_policy_terms, PPO.surrogate_loss, PPO.clip_fraction)
+    read = {name for member in members for name in re.findall(r"\bself\.(\w+)", inspect.getsource(member))}
+    assert {"value_coef", "dual_clip", "target_kl"} <= read
+    known = {*READ_BY_LOSS, *re.findall(r"\w+", inspect.getsource(fast_ppo))}
+    assert read <= known, f"{read - known}: compute it in lightning_rl/fast/ppo.py too, or add it to _OPTIONS there"
 
 
 def test_options_may_be_numpy_numbers():
