@@ -237,7 +237,8 @@ def test_readme_tables_are_those_of_the_results():
 def test_pages_of_algorithms_have_the_scores_of_the_results():
     found = pages.with_scores()
     measured = {name.partition("/")[0] for name in table.load_scores()}
-    assert measured == {pages.algorithm_of(page) for page in found}
+    expected = "a section <!-- scores --> in the page of each algorithm that has results, in docs/algorithms/"
+    assert measured == {pages.algorithm_of(page) for page in found}, expected
     for page in found:
         algorithm = pages.algorithm_of(page)
         assert pages.filled(page.read_text(), algorithm) == page.read_text(), "run python benchmarks/pages.py"

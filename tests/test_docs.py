@@ -110,7 +110,8 @@ def test_every_public_name_is_in_the_reference(site):
     for module in modules:
         for shown in set(module.__all__) - {"__version__", "functional"} - aliases:
             places = [*(public.__name__ for public in modules), getattr(getattr(module, shown), "__module__", "")]
-            assert any(f"{place}.{shown}" in anchors for place in places), (module.__name__, shown)
+            is_there = any(f"{place}.{shown}" in anchors for place in places)
+            assert is_there, f"add the line ::: {module.__name__}.{shown} to a page of docs/reference/"
 
 
 def test_methods_that_the_guide_says_to_override_have_a_docstring():

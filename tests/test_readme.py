@@ -29,6 +29,7 @@ from lightning_rl import (
     PPOKLPenalty,
     RolloutDataModule,
     TFAgentsPPO,
+    algorithms,
 )
 from lightning_rl.cli import TRAINER_COMMANDS
 from lightning_rl.cli.main import main, make_parser
@@ -305,7 +306,7 @@ def test_every_link_leads_somewhere(page):
             assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, target
 
 
-@pytest.mark.parametrize(
+every_algorithm = pytest.mark.parametrize(
     ("page", "algorithm", "more"),
     [
         ("ppo", PPO, OnPolicyAlgorithm),
@@ -323,6 +324,19 @@ def test_every_link_leads_somewhere(page):
         ("criticpretraining", CriticPretraining, CriticPretraining),
     ],
 )
+
+
+def test_every_algorithm_has_a_page_that_the_readme_and_the_index_list():
+    pages = {algorithm.__name__: page for page, algorithm, _ in every_algorithm.args[1]}
+    on_other_pages = {"OnPolicyAlgorithm", "OverlappedPPO", "TFAgentsPPO"}
+    without = set(algorithms.__all__) - set(pages) - on_other_pages
+    assert not without, f"{without}: add the page to `every_algorithm` in this file"
+    for file in ("README.md", "docs/algorithms/index.md"):
+        text = (ROOT / file).read_text()
+        assert [page for page in pages.values() if f"{page}.md)" not in text] == [], f"add a row to {file}"
+
+
+@every_algorithm
 def test_every_option_of_an_algorithm_is_in_its_page(page, algorithm, more):
     """That of PPO has those that all of them share."""
     text = (ROOT / f"docs/algorithms/{page}.md").read_text()
@@ -331,7 +345,8 @@ def test_every_option_of_an_algorithm_is_in_its_page(page, algorithm, more):
     of_groups = {name for name in described if "." in name}
     assert of_groups <= set(flat(groups, groups))
     options = {*inspect.signature(algorithm).parameters, *inspect.signature(more).parameters} - set(groups)
-    assert described - of_groups == options - {"observation_space", "action_space", "kwargs", "unknown"}
+    options -= {"observation_space", "action_space", "kwargs", "unknown"}
+    assert described - of_groups == options, f"the options in the tables of docs/algorithms/{page}.md"
 
 
 def test_every_group_of_options_is_in_the_page_on_options():
