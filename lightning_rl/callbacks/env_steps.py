@@ -107,7 +107,7 @@ class EnvStepWriter(EnvStepInterval):
 class EnvStepLimit(Callback):
     """Stop training with the first rollout that reaches a number of environment steps.
 
-    Schedules and progress bars read the limit from this callback. The epoch ends early, and is validated as others are.
+    Schedules and progress bars read the limit from this callback. The epoch ends early, and is validated like others.
 
     Args:
         max_env_steps: Environment steps of all ranks, an integer or a float such as 1e5.

@@ -11,6 +11,7 @@ import os
 import pickle
 import reprlib
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -273,10 +274,10 @@ def pickle_shared(message: Any) -> Any:  # bytes
     try:
         return ForkingPickler.dumps(message)
     except OSError as error:
-        folder = os.environ.get("TMPDIR")
         raise ConfigurationError(
             f"shared memory cannot be sent to another process ({error}): this needs a file descriptor and a socket in "
-            f"TMPDIR={folder!r}, expected to be a folder that can be written, with a path of at most 75 characters"
+            f"TMPDIR={tempfile.gettempdir()!r}, expected to be a folder that can be written, with a path of at most 75 "
+            "characters"
         ) from error
 
 
