@@ -259,6 +259,10 @@ def test_episodes_must_fit_the_spaces(tmp_path):
         ({"rewards": None}, "episodes='1 episodes' .* observations, actions, rewards"),
         ({"rewards": np.ones(9)}, r"episodes\[0\]: lengths=.* expected 9 actions, as many as rewards"),
         ({"actions": np.full(7, 5)}, r"episodes\[0\]: lengths=.* expected 8 actions"),
+        (
+            {"observations": np.ones((1, 1)), "actions": np.ones(0, int), "rewards": np.ones(0)},
+            "episodes='1 episodes without steps' is not valid: expected at least one step",
+        ),
     ],
 )
 def test_parts_of_an_episode_must_fit_the_spaces_and_each_other(changes, message):
@@ -275,11 +279,12 @@ def test_parts_of_an_episode_must_fit_the_spaces_and_each_other(changes, message
         (spaces.Box(0, 255, (2,), np.uint8), 256, "numbers that are exact in uint8"),
         (spaces.Discrete(3, start=2), 5, r"integers in Discrete\(3, start=2\)"),
         (spaces.MultiDiscrete([3, 4]), 3, r"integers in MultiDiscrete\(\[3 4\]\)"),
+        (spaces.MultiBinary(2), -1, r"integers in MultiBinary\(2\)"),
     ],
 )
 def test_every_observation_must_be_in_the_space(space, value, expected):
     """Not only the first one."""
-    given = {"x": np.full((9, *space.shape), 2.0)}
+    given = {"x": np.full((9, *space.shape), 1.0 if isinstance(space, spaces.MultiBinary) else 2.0)}
     given["x"][4] = value
     converted = map_leaves(lambda x: x.astype(space.dtype), given)
     with pytest.raises(
@@ -336,6 +341,15 @@ def test_options_that_have_no_meaning_are_refused(name, options):
     space = data.action_space if name != "policy.action_distribution" else spaces.Box(-1, 1, (2,), np.float32)
     with pytest.raises(ConfigurationError, match=name):
         BehaviourCloning(data.observation_space, space, **options)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_observations_outside_of_their_bounds_are_read_with_a_warning(step):
+    """As environments, which may return them."""
+    episodes = expert(1)
+    episodes[0].observations[step] = 1.25
+    with pytest.warns(UserWarning, match=r"episodes: observations=1\.25 lies outside of the space: .* Box\(-1"):
+        assert recorded(episodes)._steps["observations"][step] == 1.25
 
 
 @pytest.mark.filterwarnings("error:.*Casting input x")
