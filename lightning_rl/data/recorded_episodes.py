@@ -22,8 +22,8 @@ from torch import Tensor
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.environments.contract import TRAINING, derive_seed
 from lightning_rl.files import load_plain, save_file
-from lightning_rl.masks import has_choices, num_choices
-from lightning_rl.nested import Nested, leaves, map_leaves, map_paths, map_space, map_stacked, part_at
+from lightning_rl.masks import MaskLayout, component_names, find_masks, has_choices, num_choices
+from lightning_rl.nested import Nested, leaves, map_leaves, map_paths, map_space, map_stacked, part_at, space_leaves
 from lightning_rl.policies.interface import from_environment
 from lightning_rl.rollouts.rollout import Episode, Rollout
 from lightning_rl.spaces import observation_dtype
@@ -129,6 +129,27 @@ def _check_observations(space: spaces.Space[Any], seen: Nested, converted: Neste
     map_paths(check_leaf, space)
 
 
+def _check_masks(
+    space: spaces.Space[Any], action_space: spaces.Space[Any], observations: Nested, actions: Nested
+) -> None:
+    if (root := find_masks(space)) is None:
+        return
+    layout = MaskLayout(action_space, part_at(space, root))
+    chosen: dict[str, np.ndarray[Any, Any]] = {}
+    for path, leaf in space_leaves(action_space).items():
+        if has_choices(leaf):
+            choices = part_at(actions, path)
+            columns = choices.reshape(len(choices), -1).astype(np.int64).T
+            chosen.update(zip(component_names(leaf, path), columns, strict=True))
+    for name, allowed in layout.allowed(part_at(observations, root)).items():
+        if name in chosen:  # a mask of a floating-point Box says which components exist
+            steps = np.arange(len(allowed))
+            rows = allowed[steps, chosen[layout.given[name]]] if name in layout.given else allowed
+            forbidden = np.count_nonzero(~rows[steps, chosen[name]])
+            expected = "actions that the mask in the observation before them allows"
+            check(not forbidden, f"episodes: actions {name}".rstrip(), f"forbidden in {forbidden} steps", expected)
+
+
 class RecordedEpisodes(RolloutDataModule):
     """Yields random steps of recorded episodes instead of rollouts; the environment is used for evaluation only.
 
@@ -166,6 +187,7 @@ class RecordedEpisodes(RolloutDataModule):
             _check_observations(self.observation_space, seen, observations)
             taken = map_stacked(np.concatenate, [episode.actions for episode in found])
             actions = _actions_of_space(self.action_space, taken)
+            _check_masks(self.observation_space, self.action_space, observations, actions)
         except ConfigurationError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError) as error:

@@ -17,6 +17,7 @@ from gymnasium import spaces
 from lightning_rl import PPO, BehaviourCloning, CriticPretraining, RecordedEpisodes, load_episodes, save_episodes
 from lightning_rl.cli.main import main
 from lightning_rl.data.recorded_episodes import _check_observations
+from lightning_rl.masks import ActionMask
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.interface import from_environment, to_environment
 from lightning_rl.rollouts.rollout import Episode
@@ -270,6 +271,29 @@ def test_parts_of_an_episode_must_fit_the_spaces_and_each_other(changes, message
     vars(episodes[0]).update(changes)
     with pytest.raises(ConfigurationError, match=message):
         recorded(episodes)
+
+
+def test_recorded_actions_must_be_allowed_by_their_masks():
+    """Also by masks that depend on the choice of another component; the cloning loss would be a billion."""
+    masks = spaces.Dict(a=ActionMask([2, 3], given="b"), b=ActionMask(2))
+    kwargs = {
+        "observation_space": spaces.Dict(x=spaces.Box(-1, 1, (1,)), mask=masks),
+        "action_space": spaces.Dict(a=spaces.Discrete(3, start=5), b=spaces.Discrete(2), c=spaces.Box(-1, 1, (1,))),
+    }
+
+    def clone(a: int, b: int) -> RecordedEpisodes:
+        given = {"a": np.tile([[1, 1, 0], [0, 0, 1]], (3, 1, 1)), "b": np.ones((3, 2))}
+        given["a"][2] = given["b"][2] = 0  # the last observation needs no mask
+        episode = Episode(episode_return=0.0, length=2, terminated=True, rewards=np.zeros(2))
+        episode.observations = {"x": np.zeros((3, 1)), "mask": given}
+        episode.actions = {"a": np.full(2, a), "b": np.full(2, b), "c": np.zeros((2, 1))}
+        return RecordedEpisodes("tests.probes:Probe/Space-v0", [episode], env={"kwargs": kwargs})
+
+    for a, b in ((5, 0), (6, 0), (7, 1)):
+        assert clone(a, b)._steps["actions"]["a"].tolist() == [a - 5, a - 5]
+    for a, b in ((7, 0), (5, 1)):
+        with pytest.raises(ConfigurationError, match=r"episodes: actions a='forbidden in 2 steps' .* mask"):
+            clone(a, b)
 
 
 @pytest.mark.parametrize(
