@@ -55,7 +55,7 @@ def load_episodes(source: str | Path) -> list[Episode]:
     """
     if str(source).startswith(_MINARI):
         return list(read_minari(str(source).removeprefix(_MINARI), f"episodes={str(source)!r}"))
-    expected = "a file that save_episodes wrote"
+    expected = f"a file that save_episodes wrote, or {_MINARI!r} and the id or folder of a data set of Minari"
     content = load_plain(source, "episodes", expected)
     check(isinstance(content, dict) and "episodes" in content, "episodes", str(source), expected)
     arrays = ("observations", "actions", "rewards")
@@ -303,7 +303,7 @@ def read_minari(source: str, field: str) -> Iterator[Episode]:
         data = Path(source) / "data"
         dataset = minari.MinariDataset(data) if data.is_dir() else minari.load_dataset(source)
     except Exception as error:
-        expected = "the folder of a data set, or the id of one in MINARI_DATASETS_PATH"
+        expected = "the folder of a data set, or the id of one in MINARI_DATASETS_PATH, as after 'minari download <id>'"
         raise ConfigurationError(f"{field} cannot be loaded: expected {expected}: {error}") from error
     for found in dataset.iterate_episodes():
         rewards = np.asarray(found.rewards)

@@ -233,7 +233,7 @@ def test_minari_data_sets_are_read_by_their_id(monkeypatch):
     monkeypatch.setitem(sys.modules, "minari", fake)
     data = recorded("minari:aim")
     assert data._steps["actions"].shape == (24,) and set(data._steps["actions"]) == {0, 2}
-    with pytest.raises(ConfigurationError, match="minari:other' cannot be loaded"):
+    with pytest.raises(ConfigurationError, match=r"minari:other' cannot be loaded: .* 'minari download <id>'"):
         recorded("minari:other")
     monkeypatch.setitem(sys.modules, "minari", None)
     with pytest.raises(ConfigurationError, match="needs minari, which is not installed: pip install 'lightning-rl"):
@@ -244,8 +244,10 @@ def test_episodes_must_fit_the_spaces(tmp_path):
     bare = [Episode(episode_return=1.0, length=3, terminated=True)]
     with pytest.raises(ConfigurationError, match="episodes='1 episodes'"):
         recorded(bare)
-    with pytest.raises(ConfigurationError, match="episodes"):
+    with pytest.raises(ConfigurationError, match=r"none\.pt' does not exist: expected a file that save_episodes"):
         recorded(tmp_path / "none.pt")
+    with pytest.raises(ConfigurationError, match=r"is a folder: .*, or 'minari:' and the id or folder"):
+        recorded(tmp_path)
 
 
 @pytest.mark.parametrize(
