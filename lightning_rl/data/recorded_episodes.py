@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import warnings
@@ -83,6 +84,8 @@ def _checked(episodes: Sequence[Episode]) -> Sequence[Episode]:
         fits = lengths == {"observations": {steps + 1}, "actions": {steps}}
         expected = f"{steps} actions, as many as rewards, and one more observation"
         check(fits, f"episodes[{number}]: lengths", lengths, expected)
+        shape = np.shape(episode.rewards)  # type: ignore[arg-type]
+        check(len(shape) == 1, f"episodes[{number}]: shape of rewards", shape, "one number per step")
     return episodes
 
 
@@ -92,12 +95,14 @@ def _actions_of_space(space: spaces.Space[Any], taken: Nested) -> Nested:
 
     def check_leaf(path: str, leaf: spaces.Space[Any]) -> None:
         chosen, given = part_at(actions, path), np.asarray(part_at(taken, path))
-        valid, expected = np.isfinite(chosen).all(), "finite numbers"
+        valid, expected = np.isfinite(chosen).all(), f"finite numbers in the shape of {leaf}, one action per step"
         if has_choices(leaf):
-            are_integers = given.dtype.kind in "iub" and len(chosen) == len(given)
-            valid = are_integers and (chosen >= 0).all() and (chosen < num_choices(leaf)).all()
+            valid = given.dtype.kind in "iub" and (chosen >= 0).all() and (chosen < num_choices(leaf)).all()
             expected = f"integers in {leaf}, one action per step"
-        check(bool(valid), f"episodes: actions {path}".rstrip(), given, expected)
+        # One number may lack its dimension; other shapes would be broadcast to the policy's distribution.
+        shape, size = given.shape[1:], math.prod(leaf.shape or ())
+        has_shape = shape in (leaf.shape, (size,)) or math.prod(shape) == size == 1
+        check(bool(has_shape and valid), f"episodes: actions {path}".rstrip(), given, expected)
 
     map_paths(check_leaf, space)
     return actions

@@ -16,7 +16,7 @@ from gymnasium import spaces
 
 from lightning_rl import PPO, BehaviourCloning, CriticPretraining, RecordedEpisodes, load_episodes, save_episodes
 from lightning_rl.cli.main import main
-from lightning_rl.data.recorded_episodes import _check_observations
+from lightning_rl.data.recorded_episodes import _actions_of_space, _check_observations
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.interface import from_environment, to_environment
@@ -263,6 +263,10 @@ def test_episodes_must_fit_the_spaces(tmp_path):
         ({"rewards": np.ones(9)}, r"episodes\[0\]: lengths=.* expected 9 actions, as many as rewards"),
         ({"actions": np.full(7, 5)}, r"episodes\[0\]: lengths=.* expected 8 actions"),
         (
+            {"rewards": np.ones((8, 2))},
+            r"episodes\[0\]: shape of rewards=\(8, 2\) .* one number per step",
+        ),
+        (
             {"observations": np.ones((1, 1)), "actions": np.ones(0, int), "rewards": np.ones(0)},
             "episodes='1 episodes without steps' is not valid: expected at least one step",
         ),
@@ -317,6 +321,25 @@ def test_every_observation_must_be_in_the_space(space, value, expected):
         ConfigurationError, match=rf"^episodes: observations x={float(value)} is .* expected {expected}"
     ):
         _check_observations(spaces.Dict(x=space), given, converted)
+
+
+@pytest.mark.parametrize(
+    ("space", "shapes", "others"),
+    [
+        (spaces.Box(-1, 1, (3,)), [(3,)], [(), (1,), (2,), (3, 1)]),
+        (spaces.Box(-1, 1, (2, 3)), [(2, 3), (6,)], [(3, 2), (3,)]),
+        (spaces.Box(-1, 1, (1,)), [(1,), ()], [(2,)]),
+        (spaces.MultiDiscrete([2, 2]), [(2,)], [(1,)]),
+        (spaces.MultiBinary(3), [(3,)], [(), (1,)]),
+    ],
+)
+def test_actions_of_another_shape_are_refused(space, shapes, others):
+    """They would be broadcast to the distribution, and clone other actions."""
+    for shape in shapes:
+        assert _actions_of_space(space, np.ones((8, *shape), space.dtype)).shape == (8, np.prod(space.shape))
+    for shape in others:
+        with pytest.raises(ConfigurationError, match=r"(?s)^episodes: actions=.* one action per step"):
+            _actions_of_space(space, np.ones((8, *shape), space.dtype))
 
 
 def test_saturation_of_recorded_actions_follows_the_names_of_parts():
