@@ -392,6 +392,11 @@ def test_options_that_have_no_meaning_are_refused(name, options):
         BehaviourCloning(data.observation_space, space, **options)
 
 
+def test_keys_of_info_are_refused_since_episodes_have_none():
+    with pytest.raises(ConfigurationError, match=r"^info_keys=\['power'\] .* recorded episodes have no info"):
+        recorded(expert(1), info_keys=["power"])
+
+
 @pytest.mark.parametrize("step", [0, 3])
 def test_observations_outside_of_their_bounds_are_read_with_a_warning(step):
     """As environments, which may return them."""
