@@ -148,12 +148,12 @@ class GradientSteps:
         pairs = zip(first, self.optimizers, strict=True)
         groups = [pair for one, other in pairs for pair in zip(one.param_groups, other.param_groups, strict=True)]
         rates = [(group, of_first["lr"]) for of_first, group in groups]
-        self.record.start_phase(prefix)
         for group, rate in rates:
             group["lr"] = rate * rate_scale
-        self.observe(learning_rate=rates[0][1] * rate_scale)
         try:
-            yield
+            with self.record.phase(prefix):
+                self.observe(learning_rate=rates[0][1] * rate_scale)
+                yield
         finally:
             for group, rate in rates:
                 group["lr"] = rate
@@ -492,6 +492,18 @@ class UpdateRecord:
         """Start another phase of updates, whose recorded names get a prefix. It ignores earlier early stops."""
         self.is_open = self._counts = self.finite
         self.prefix = prefix
+
+    @contextmanager
+    def phase(self, prefix: str) -> Iterator[None]:
+        """Start another phase inside the context; after it, continue the phase from before with its early stop."""
+        before = self.prefix, self._counts
+        is_open, no_early_stop = self.is_open, self.is_open is self.finite
+        self.start_phase(prefix)
+        try:
+            yield
+        finally:
+            self.is_open = self.finite if no_early_stop else is_open & self.finite
+            self.prefix, self._counts = before
 
     @property
     def stopped(self) -> bool:

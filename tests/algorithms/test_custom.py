@@ -222,6 +222,21 @@ def test_own_rows_need_no_values_for_the_value_loss():
     assert {"imitation_loss", "value_loss"} <= model.losses.keys()
 
 
+class ImitatesFirst(WithDemonstrations):
+    def update(self, rollout: Any) -> None:
+        with self.steps.phase("sil_", 1.0):
+            super().update(rollout)
+        Reinforce.update(self, rollout)
+
+
+def test_steps_after_a_phase_are_logged_without_its_prefix():
+    data = make_data()
+    model = ImitatesFirst(data.observation_space, data.action_space)
+    make_trainer(max_epochs=1).fit(model, data)
+    assert {"sil_imitation_loss", "policy_loss"} <= model.losses.keys()
+    assert "sil_policy_loss" not in model.losses
+
+
 def test_own_rows_without_sequences_are_named_as_the_cause_with_a_recurrent_policy():
     data = make_data()
     model = WithDemonstrations(data.observation_space, data.action_space, policy={"memory": "gru"})

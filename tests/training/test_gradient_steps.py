@@ -125,6 +125,25 @@ def test_terms_recorded_together_equal_single_terms():
     assert record.means() == {"loss": 2.0, "kl": torch.inf, "aux_loss": 7.0}
 
 
+def test_phase_ends_with_its_block_and_the_early_stop_before_it_stays():
+    record = UpdateRecord(torch.device("cpu"))
+    record.next_minibatch()
+    record.add(loss=1.0)
+    record.stop_unless(scalar(0.0) > 1)
+    with record.phase("sil_"):
+        record.next_minibatch()
+        record.add(loss=5.0)
+        assert not record.stopped
+    assert record.stopped
+    record.observe(kl=2.0)
+    record.next_minibatch()
+    record.add(loss=9.0)
+    assert record.means() == {"loss": 1.0, "sil_loss": 5.0, "kl": 2.0}
+    with record.phase("sil_"):
+        record.stop_all_phases_unless(scalar(0.0) > 1)
+    assert record.stopped and not record.finite
+
+
 def test_stopped_record_stays_stopped():
     record = UpdateRecord(torch.device("cpu"))
     assert not record.stopped
