@@ -423,7 +423,7 @@ class UnrollMemory(Replay):
             self._bytes -= _size(heapq.heappop(self._kept).fields)
 
     def gather(self, indices: Tensor) -> tuple[Rollout, Fields]:
-        """Return copies of the unrolls with indices `[N]`, as a rollout `[T, N]` and the `per_step` tensors."""
+        """Return copies of the unrolls `[N]`: a rollout `[T, N]`, its `next_values` NaN, and the `per_step` tensors."""
         return _together([self._kept[index].fields for index in indices.tolist()])
 
     def draw(self, count: float, generator: torch.Generator) -> Tensor:
@@ -489,7 +489,7 @@ def _together(columns: Sequence[Fields]) -> tuple[Rollout, Fields]:
     finals = map_stacked(torch.cat, [column["final_observations"] for column in columns])
     rollout = Rollout(
         **fields,
-        next_values=torch.zeros_like(fields["values"]),
+        next_values=torch.full_like(fields["values"], torch.nan),
         final_indices=torch.stack([steps, environments], 1),
         final_observations=finals,
         burn_in=columns[0]["burn_in"],

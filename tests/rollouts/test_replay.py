@@ -7,10 +7,11 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from lightning_rl import CLEAR, PPG, CriticPretraining, OffPolicyPPG
+from lightning_rl import CLEAR, PPG, PPO, CriticPretraining, OffPolicyPPG
+from lightning_rl.policies.values import with_recomputed_values
 from lightning_rl.rollouts.replay import RolloutMemory, UnrollMemory, UseLimitedBuffer
 from lightning_rl.rollouts.rollout import Rollout
-from tests.helpers import make_data, make_trainer, parameters_of
+from tests.helpers import DISCRETE, VECTOR, make_data, make_trainer, parameters_of, random_rollout
 from tests.vectors.load import load
 
 BUFFERS = load("ppg_vtrace/ding_buffers")
@@ -418,6 +419,16 @@ def test_gathered_unrolls_equal_the_appended_ones():
     assert found.final_indices.tolist() == [[1, 1], [1, 2], [1, 3]]
     assert found.final_observations["place"].tolist() == [50, 52, 52]
     assert found.truncated.nonzero().tolist() == [[1, 1], [1, 2], [1, 3]]
+
+
+def test_gathered_unrolls_have_advantages_only_after_their_values_are_recomputed():
+    model = PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)})
+    rollout, memory = random_rollout(model.policy, off_policy=0.0), UnrollMemory(10**6, "fifo")
+    memory.append(rollout)
+    found, _ = memory.gather(torch.arange(rollout.shape[1]))
+    assert model.estimator.batch(found).advantages.isnan().any()
+    recomputed = model.estimator.batch(with_recomputed_values(model.policy, found))
+    torch.testing.assert_close(recomputed.advantages, model.estimator.batch(rollout).advantages)
 
 
 def test_memory_of_unrolls_reports_and_bounds_its_size():
