@@ -148,8 +148,8 @@ class CompiledEngine(FastEngine):
     def __init__(self, model: Any) -> None:  # an algorithm, whose module imports this folder
         super().__init__()
         self._model = model
-        # A loss from another package may read the advantages of a minibatch.
-        methods = [getattr(model, name) for name in ("loss", "add_policy_terms") if hasattr(model, name)]
+        # A loss from another package, or one that its `update` takes, may read the advantages of a minibatch.
+        methods = [getattr(model, name) for name in ("loss", "add_policy_terms", "update") if hasattr(model, name)]
         self.normalizes_in_loss = all(method.__module__.startswith("lightning_rl.") for method in methods)
         self.captures: dict[Any, Capture] = {}
         self.failed: set[Any] = set()

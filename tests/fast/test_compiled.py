@@ -211,6 +211,25 @@ def test_a_loss_that_reads_the_advantages_gets_them_as_normalized_as_without_com
     assert (square == pytest.approx(1, abs=0.1)) == (normalize != "none")
 
 
+def test_a_second_loss_over_the_minibatches_of_ppo_gets_normalized_advantages(uncompiled):
+    class Second(PPO):
+        def update(self, rollout: Any) -> None:
+            for minibatch in self.minibatches(self.batch(rollout), self.num_epochs, self.num_minibatches):
+                self.descend(self.loss, minibatch)
+                self.descend(self.second, minibatch)
+
+        def second(self, batch: Any) -> Any:
+            distribution, _ = self.actor_critic(batch)
+            loss = self.new_loss(batch)
+            loss.add("second_loss", -distribution.log_prob(batch.actions) * batch.advantages)
+            loss.observe(square=batch.advantages.square())
+            return loss
+
+    ends = [learn(rollouts=[0], algorithm=Second, fast_paths=path) for path in ("compiled", "none")]
+    assert_alike(*ends)
+    assert ends[0].losses["square"] == pytest.approx(1, abs=0.1)
+
+
 def test_resumed_run_is_bit_identical(uncompiled, tmp_path):
     whole = make_model(data := make_data(), debug={"fast_paths": "compiled"})
     make_trainer(max_epochs=2).fit(whole, data)
