@@ -234,9 +234,13 @@ class GradientSteps:
 
     def adapt_learning_rate(self, means: dict[str, float]) -> None:
         """Apply `adaptive_learning_rate` to the actor's optimizer, equally on all ranks."""
-        if self.adaptive_learning_rate is not None and "approx_kl" in means:
+        if self.adaptive_learning_rate is None:
+            return
+        if "approx_kl" in means:
             mean_kl = average(_exact(means["approx_kl"], self.model.device))
             self.adaptive_learning_rate.adapt(self.optimizers[0].optimizer, float(mean_kl))
+        elif self.record.num_updates and not self.is_warming_up:
+            raise RuntimeError("optimizer.adaptive_learning_rate needs approx_kl: call loss.observe(approx_kl=rows)")
 
     @property
     def has_value(self) -> bool:

@@ -222,6 +222,23 @@ def test_own_rows_need_no_values_for_the_value_loss():
     assert {"imitation_loss", "value_loss"} <= model.losses.keys()
 
 
+class ObservesKL(Reinforce):
+    def loss(self, batch: Any) -> Loss:
+        loss = super().loss(batch)
+        loss.observe(approx_kl=torch.ones(len(batch)))
+        return loss
+
+
+def test_adaptive_learning_rate_needs_a_loss_that_observes_the_divergence():
+    data, options = make_data(), {"optimizer": {"adaptive_learning_rate": {"target_kl": 0.1}}, "learning_rate": 1e-3}
+    model = ObservesKL(data.observation_space, data.action_space, **options)
+    make_trainer(max_epochs=1, limit_train_batches=1).fit(model, data)
+    assert model.optimizers().param_groups[0]["lr"] == pytest.approx(1e-3 / 1.5)
+    model = Reinforce(data.observation_space, data.action_space, **options)
+    with pytest.raises(RuntimeError, match=r"^optimizer\.adaptive_learning_rate needs approx_kl: call loss\.observe"):
+        make_trainer(max_epochs=1).fit(model, data)
+
+
 class ImitatesFirst(WithDemonstrations):
     def update(self, rollout: Any) -> None:
         with self.steps.phase("sil_", 1.0):
