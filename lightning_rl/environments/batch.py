@@ -100,8 +100,12 @@ class CheckedArrays(VectorWrapper):
             rows = {"rewards": rewards, "terminated": terminated, "truncated": truncated}
             self._is_checked = check_values(self.env, observations, infos, **rows)
         terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
-        if self._is_same_step and "final_obs" not in infos and (terminated | truncated).any():
-            raise Unexpected("returned no info['final_obs'] at the end of an episode: expected it in SAME_STEP mode")
+        if self._is_same_step and (terminated | truncated).any():
+            if "final_obs" not in infos:
+                what = "returned no info['final_obs'] at the end of an episode"
+                raise Unexpected(f"{what}: expected it in SAME_STEP mode")
+            if (counts := {len(leaf) for leaf in leaves(infos["final_obs"])}) != {self.num_envs}:
+                raise Unexpected(f"returned info['final_obs'] of {min(counts)} rows: expected one for each environment")
         self._observations = observations
         return observations, np.asarray(rewards), terminated, truncated, infos
 

@@ -207,6 +207,20 @@ def test_final_observations_must_be_finite(monkeypatch, mode):
             tensors.collect(policy)
 
 
+@pytest.mark.parametrize("wrong", [list, lambda x: {"point": x}, lambda x: x[:, :1]])
+def test_final_observations_must_be_tensors_that_fit_their_space(monkeypatch, wrong):
+    policy, tensors, _ = collectors()
+    step = tensors.environments.env.step
+
+    def changed(actions: Tensor) -> tuple:
+        *values, infos = step(actions)
+        return *values, {"final_obs": wrong(infos["final_obs"])}
+
+    monkeypatch.setattr(tensors.environments.env, "step", changed)
+    with pytest.raises(EnvironmentFailure, match=r"^the environments returned .*, in info\['final_obs'\] \(step 7, se"):
+        tensors.collect(policy)
+
+
 def test_terminal_observations_may_be_nan_if_environments_reset_on_request():
     env = Reach(3, mode=AutoresetMode.DISABLED.value)
     tensors, step = TensorEnvironments(env, 0), env.step

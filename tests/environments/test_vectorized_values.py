@@ -207,6 +207,20 @@ def test_missing_final_observation_is_an_error(options):
         play(change=lambda *values: (*values[:-1], {}), options=options)
 
 
+@pytest.mark.parametrize("evaluation", [False, True])
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_final_observations_of_ended_episodes_alone_are_an_error(backend, evaluation):
+    def change(observations, rewards, ended, _, infos):
+        return observations, rewards, np.zeros_like(ended), ended, {"final_obs": infos["final_obs"][ended]}
+
+    environments = make(backend, evaluation, change=change)
+    environments.reset()
+    tensors = backend == "torch" and not evaluation
+    with pytest.raises(EnvironmentFailure, match=r"environments returned .*info\['final_obs'\].* \(step 3, seeds 0"):
+        for _ in range(3):
+            environments.step(torch.zeros(2, dtype=torch.int64) if tensors else np.zeros(2, np.int64))
+
+
 def test_native_environment_that_changes_its_actions_does_not_change_previous_actions(monkeypatch):
     def step(self, actions):
         actions[:] = 0
