@@ -476,6 +476,7 @@ class EnvironmentBatch:
             if self.mode is AutoresetMode.DISABLED:
                 # These may be the environment's own arrays, which its reset clears.
                 rewards, terminated, truncated = np.copy(rewards), terminated.copy(), truncated.copy()
+                infos = {key: x.copy() if isinstance(x, np.ndarray) else x for key, x in infos.items()}
                 observations = self._reset(options={"reset_mask": ended})
         self._check_observations(observations)
         return Step(observations, rewards, terminated, truncated, valid, finals, infos, failed, *repeats)

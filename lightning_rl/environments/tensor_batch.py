@@ -73,6 +73,7 @@ class TensorEnvironments(EnvironmentBatch):
         if self.mode is AutoresetMode.DISABLED and bool(ended.any()):
             # These may be the environment's own tensors, which its reset clears.
             rewards, terminated, truncated = rewards.clone(), terminated.clone(), truncated.clone()
+            infos = {key: x.clone() if isinstance(x, Tensor) else x for key, x in infos.items()}
             with self._named("reset"):
                 observations, _ = self.env.reset(options={"reset_mask": ended})
             bad = torch.where(ended & ~cut, ~torch.isfinite(rewards), bad)  # terminal states are not learned from

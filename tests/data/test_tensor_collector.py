@@ -115,6 +115,7 @@ class Reusing(Reach):
         if options and "reset_mask" in options:
             self.rewards[options["reset_mask"]] = 0
             self.flags[:, options["reset_mask"]] = False
+            self.place[options["reset_mask"]] = torch.nan
         return super().reset(seed=seed, options=options)
 
 
@@ -129,6 +130,7 @@ def test_rollouts_are_copies_of_tensors_that_environments_reuse(mode):
     first, other = rollouts
     assert torch.equal(first.rewards, other.rewards) and torch.equal(first.dones, other.dones)
     assert len(set(other.infos["place"].flatten().tolist())) > 20
+    assert not other.infos["place"][other.valid].isnan().any()  # a step that only resets has no number
 
 
 def test_infos_of_tensor_environments_have_one_number_or_one_for_each():

@@ -186,14 +186,15 @@ class Reusing(VectorEnv):
 
     def step(self, actions):
         self.rewards[:], self.flags[0] = 1, [True, False]
-        return np.zeros((2, 1), np.float32), self.rewards, *self.flags, {}
+        return np.zeros((2, 1), np.float32), self.rewards, *self.flags, {"sum": self.rewards}
 
 
-def test_rewards_and_flags_of_a_step_survive_the_reset_after_it():
+def test_rewards_flags_and_infos_of_a_step_survive_the_reset_after_it():
     batch = EnvironmentBatch(Reusing(), [0, 1], [0, 1])
     batch.reset()
     step = batch.step(np.zeros(2, np.int64))
     assert (step.rewards.tolist(), step.terminated.tolist()) == ([1, 1], [True, False])
+    assert batch.info_values(step, "sum").tolist() == [1, 1]
 
 
 class ReusingFinals(Reusing):
