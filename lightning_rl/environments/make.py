@@ -78,6 +78,8 @@ def make_environments(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) ->
     if not fits:
         environments.close()
     expected = f"{rows}, since the vector_entry_point of {spec.env_id} made {rows} environments"
+    if spec.evaluation:
+        expected += f"; evaluation.episodes must be at least {rows} for each rank"
     check(fits, "evaluation.num_envs" if spec.evaluation else "num_envs", num_envs, expected)
     return environments
 

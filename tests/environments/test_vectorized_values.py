@@ -119,6 +119,9 @@ def test_another_number_of_vectorized_environments_is_an_error_before_training(b
         make_trainer().fit(make_model(data), data)
     data = make_data("Fixed-v0", backend=backend, num_envs=3, evaluation={"episodes": 3})
     make_trainer(limit_val_batches=1.0).fit(make_model(data, num_minibatches=3), data)
+    data = make_data("Fixed-v0", backend=backend, num_envs=3, evaluation={"num_envs": 3, "episodes": 2})
+    with pytest.raises(ConfigurationError, match=r"^evaluation.num_envs=2 .* evaluation.episodes must be at least 3"):
+        make_trainer(limit_val_batches=1.0).validate(make_model(data), data, verbose=False)
 
 
 WRONG = [
