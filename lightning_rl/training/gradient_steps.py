@@ -183,6 +183,7 @@ class GradientSteps:
                 yield epoch, epoch == count - 1
         finally:
             self.part = None
+            self.record.end_minibatches()
 
     def take(self, loss_of: Callable[[Any], Loss], batch: Any) -> None:  # what the loss takes
         """Take one gradient step on the loss of a method, unless it is not finite or the updates were stopped."""
@@ -438,7 +439,7 @@ class UpdateRecord:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.is_open = self.finite = self._counts = torch.ones((), dtype=torch.bool, device=device)
+        self.is_open = self.finite = self._counts = self._always = torch.ones((), dtype=torch.bool, device=device)
         self.num_updates = torch.zeros((), dtype=torch.int64, device=device)
         self.observed: set[str] = set()
         self._skips: Tensor | None = None
@@ -450,6 +451,10 @@ class UpdateRecord:
     def next_minibatch(self) -> None:
         """Start a minibatch; its values are dropped if the updates were stopped before."""
         self._counts, self._skips = self.is_open, None
+
+    def end_minibatches(self) -> None:
+        """Count what is recorded from now on, even if the updates were stopped."""
+        self._counts = self._always
 
     def skip_step_if(self, condition: Tensor) -> None:
         """Take no step on this minibatch if `condition` is true, and drop what is recorded for it from now on."""

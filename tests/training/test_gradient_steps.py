@@ -160,18 +160,25 @@ class Unaware(UpdateRecord):
         return False
 
 
+class ObservesAfterwards(PPO):
+    def update(self, rollout):
+        super().update(rollout)
+        self.steps.observe(passes_done=1.0)
+
+
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 def test_early_stop_is_logged_equally_if_the_host_does_not_wait(monkeypatch):
     def learn() -> tuple[dict[str, torch.Tensor], list[dict[str, float]], int]:
         torch.manual_seed(0)
-        model = PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, learning_rate=1e-2, target_kl=1e-3)
+        options = {"policy": {"hidden_sizes": (8,)}, "learning_rate": 1e-2, "target_kl": 1e-3}
+        model = ObservesAfterwards(VECTOR, DISCRETE, **options)
         recorder = Recorder()
         trainer = make_trainer(callbacks=[recorder])
         trainer.fit(model, FixedRollouts([random_rollout(model.policy, off_policy=0.0)], model))
         return parameters_of(model), recorder.rows, trainer.global_step
 
     parameters, rows, steps = learn()
-    assert 1 <= steps < 4 * 4
+    assert 1 <= steps < 4 * 4 and rows[0]["passes_done"] == 1
     monkeypatch.setattr("lightning_rl.training.gradient_steps.UpdateRecord", Unaware)
     unaware, rows_of_unaware, steps_of_unaware = learn()
     assert steps_of_unaware == steps
