@@ -14,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from lightning_rl.environments.contract import ABSENT, IDLE, NUM_AGENTS, Array, batch_infos, derive_seed
+from lightning_rl.environments.contract import ABSENT, IDLE, NUM_AGENTS, Array, Unexpected, batch_infos, derive_seed
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked
 from lightning_rl.validation import check
@@ -116,6 +116,10 @@ class ParallelEnvVector(VectorEnv):
                 if self.team_reward:
                     rewards[row] = sum(answers[0].values())
                 ended = terminated[row] or truncated[row]
+                if ended == (agent in env.agents):
+                    flags = f"terminated={terminated[row]} and truncated={truncated[row]} for {agent!r}"
+                    expected = "agents without those that have ended, and with all others"
+                    raise Unexpected(f"returned {flags} and has agents={env.agents}: expected {expected}")
                 if ended:
                     finals[row] = copy.deepcopy(reached[agent])
                 self._rows[row] = self._zeros if ended else reached[agent]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from lightning_rl.environments.contract import EnvironmentFailure
 from lightning_rl.environments.pettingzoo import ParallelEnvVector
 from lightning_rl.validation import ConfigurationError
 from tests.environments.test_spec import Still
@@ -337,6 +338,25 @@ def test_an_agent_that_joins_later_acts_on_its_first_observation():
         *([0, 0, 0], [0, 0, 0], [0, 1, 2], [0, 1, 3], [0, 1, 4]),
         *([0, 0, 0], [0, 0, 0], [1, 1, 2]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        (True, r"returned terminated=True and truncated=False for 'runner_0' and has agents=\['runner_0', 'run.*\]"),
+        (False, r"returned terminated=False and truncated=False for 'runner_0' and has agents=\['runner_1'\]"),
+    ],
+)
+def test_agents_that_end_but_stay_or_leave_without_an_end_are_errors(ends, message, monkeypatch):
+    class Confused(Relay):
+        def step(self, actions):
+            observations, rewards, terminated, *others = super().step(actions)
+            self.agents = list(actions) if ends else self.agents
+            return observations, rewards, terminated if ends else dict.fromkeys(terminated, False), *others
+
+    monkeypatch.setattr("tests.environments.test_pettingzoo.Relay", Confused)
+    with pytest.raises(EnvironmentFailure, match=f"^the environments {message}: expected agents without those that ha"):
+        collect(**RELAY, length=3, policy=Told(), num_envs=2)
 
 
 def test_idle_rows_are_not_learned_from():
