@@ -293,6 +293,7 @@ def as_arrays(memory: Nested, space: gymnasium.Space[Any]) -> Nested:
 def _work(index: int, make: Factory, pipe: Any) -> None:  # a connection
     """Describe an environment, receive the memory for observations, and serve it until a message None or a failure."""
     live_with_parent()
+    torch.set_num_threads(1)  # an environment may act with a policy; a forked process hangs in threads of its parent
     env = None
     try:
         env = make()

@@ -113,6 +113,26 @@ def test_pool_calls_methods_and_sets_attributes(pair):
         pool.set_attr("place", [1, 2])
 
 
+class Thinking(Talkative):
+    """Acts with large matrices, as an opponent with a network would."""
+
+    def step(self, action: int):
+        torch.ones(1000, 1000).mm(torch.ones(1000, 1000)).exp()
+        return self.observe(), 0.0, False, False, {"threads": torch.get_num_threads()}
+
+
+def test_environments_of_workers_compute_in_one_thread():
+    """More threads hang in processes that are forked from a process with threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.ones(1000, 1000).mm(torch.ones(1000, 1000)).exp()
+    env = WorkerPool([functools.partial(Thinking, 0)], 20.0)
+    env.reset()
+    assert env.step(np.zeros(1, np.int64))[-1]["threads"].tolist() == [1]
+    env.close()
+    torch.set_num_threads(before)
+
+
 def test_closed_pool_raises(pair):
     _, pool = pair
     pool.close()
