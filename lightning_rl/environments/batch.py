@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -488,7 +489,8 @@ class EnvironmentBatch:
                 set_vector_attributes(self.env, settings)
                 return
             to_tensors(settings, "env_settings")  # raises for values that checkpoints cannot hold
-            self._pool.settings = settings
+            # A copy, since a caller may write into a value, such as a list of opponents, during an episode.
+            self._pool.settings = settings = copy.deepcopy(settings)
             for missing in self._pool.call("set_env_settings", settings):
                 check(not missing, "attributes", missing, f"attributes of the environments in {self.env}")
 

@@ -172,6 +172,17 @@ def test_environments_that_write_into_a_value_change_neither_other_environments_
     assert rewards == [[0, 0], [3, 3], [3, 3]] and levels == {"levels": [1, 2, 3]}
 
 
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_a_value_that_changes_after_the_call_changes_no_environment(backend):
+    environments = make_environments(EnvironmentSpec(ENV_ID, backend=backend), 1, [0])
+    environments.set_env_settings(({}, options := {"level": 1}))
+    environments.reset()
+    options["level"] = 2
+    assert environments.state_dict()["environments"][0]["settings"][1] == {"level": 1}
+    assert environments.reset()[0].tolist() == [0, 5, 1]
+    environments.close()
+
+
 def test_workers_that_replace_lost_ones_keep_the_stage():
     seen = Seen()
 
