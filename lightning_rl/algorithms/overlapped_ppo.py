@@ -36,8 +36,7 @@ class OverlappedPPO(PPO):
 
     The clipped importance ratio and `target_kl` compare the current policy with the policy at the start of the updates,
     as in the decoupled objective of Hilton et al. 2021. V-trace (Espeholt et al. 2018) corrects for the difference
-    between that policy and the one that acted, by importance ratios clipped at 1 in value targets, traces and
-    advantages.
+    between that policy and the one that acted, by ratios clipped at 1 in value targets, traces and advantages.
 
     Args:
         **kwargs: Options of `PPO`, without `advantages.estimator`, `advantages.value_target`,

@@ -453,8 +453,7 @@ class UpdateRecord:
         self._counts, self._skips = self.is_open, None
 
     def end_minibatches(self) -> None:
-        """Count what is recorded from now on, even if the updates were stopped."""
-        self._counts = self._always
+        self._counts = self._always  # what is recorded from now on counts, even if the updates were stopped
 
     def skip_step_if(self, condition: Tensor) -> None:
         """Take no step on this minibatch if `condition` is true, and drop what is recorded for it from now on."""
