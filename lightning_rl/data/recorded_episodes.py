@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from torch import Tensor
 
 from lightning_rl.data.datamodule import RolloutDataModule
-from lightning_rl.environments.contract import TRAINING, derive_seed
+from lightning_rl.environments.contract import TRAINING, derive_seed, limits_of_choices
 from lightning_rl.files import load_plain, save_file
 from lightning_rl.masks import MaskLayout, component_names, find_masks, has_choices, num_choices
 from lightning_rl.nested import Nested, leaves, map_leaves, map_paths, map_space, map_stacked, part_at, space_leaves
@@ -117,11 +117,8 @@ def _check_observations(space: spaces.Space[Any], seen: Nested, converted: Neste
         check(x.shape[1:] == leaf.shape, name, x[0], f"observations in {leaf}")
         is_float = x.dtype.kind == "f"
         valid = {"finite numbers": np.isfinite(x)} if is_float else {f"numbers that are exact in {x.dtype}": x == given}
-        if isinstance(leaf, spaces.Discrete | spaces.MultiDiscrete):
-            number = leaf.n if isinstance(leaf, spaces.Discrete) else leaf.nvec
-            valid[f"integers in {leaf}"] = (x >= leaf.start) & (x < leaf.start + number)
-        if isinstance(leaf, spaces.MultiBinary):
-            valid[f"integers in {leaf}"] = (x == 0) | (x == 1)
+        if (limits := limits_of_choices(leaf)) is not None:
+            valid[f"integers in {leaf}"] = (x >= limits[0]) & (x <= limits[1])
         for expected, are_valid in valid.items():
             if not are_valid.all():
                 check(False, name, float(given[~are_valid][0]), expected)

@@ -472,7 +472,6 @@ class UpdateRecord:
             self.add_together((name,), value)
 
     def observe(self, **terms: Tensor | float) -> None:
-        """Record scalars that may be NaN or infinite."""
         self.observed.update(self.prefix + name for name in terms)
         self.add(**terms)
 
