@@ -43,7 +43,7 @@ from lightning_rl.environments.contract import (
     to_tensors,
 )
 from lightning_rl.environments.episodes import check_info, fit
-from lightning_rl.environments.wrappers.history import VectorHistory
+from lightning_rl.environments.wrappers.history import History
 from lightning_rl.nested import Nested, leaves, map_leaves, map_paths, map_space, nested_paths
 from lightning_rl.validation import ConfigurationError, check
 
@@ -292,19 +292,13 @@ class LocalVectorEnv(EnvironmentPool):
                 stack.enter_context(env)
 
 
-def stateful_parts(env: Any) -> tuple[list[VectorHistory], Any]:  # a vector environment
-    """Return the wrappers with a history, innermost first, and the environment inside that can record and restore.
-
-    The latter is None if the environment cannot, or if a wrapper of another kind may have a state too.
-    """
-    histories: list[VectorHistory] = []
-    while isinstance(env, VectorHistory | TransformReward):
-        if isinstance(env, VectorHistory):
-            histories.insert(0, env)
+def stateful_part(env: Any) -> Any:  # vector environments
+    """Return the environment that can record and restore; None if it cannot, or if a wrapper may have a state too."""
+    while isinstance(env, TransformReward):
         env = env.env
     if isinstance(env, CheckedArrays) and not hasattr(env.env, "load_state_dict"):
         env = env.env
-    return histories, env if hasattr(env, "restore") else None
+    return env if hasattr(env, "restore") else None
 
 
 def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
@@ -382,6 +376,7 @@ class EnvironmentBatch:
         seeds: Seed of each environment's stream of episodes.
         reset_seed: Seed for `env.reset`: the list of all seeds for environments with `SeededEpisodes`, an array or a
             number for native environments, None for EnvPool, which gets its seeds in the constructor.
+        histories: Parts that are added to the observations of `env`, in this order.
         read_repeats: Returns simulation steps and action repeats, see `action_repeat.read_repeats`; None: no repeats.
         evaluation: Whether these are evaluation environments.
     """
@@ -391,6 +386,7 @@ class EnvironmentBatch:
         env: VectorEnv[Any, Any, Any],
         seeds: list[int],
         reset_seed: list[int] | Array | int | None,
+        histories: Sequence[History] = (),
         read_repeats: Callable[[dict[str, Any], Array], tuple[int, Array | None]] | None = None,
         evaluation: bool = False,
     ) -> None:
@@ -398,24 +394,25 @@ class EnvironmentBatch:
         self._read_repeats = read_repeats
         self.num_envs = env.num_envs
         self.num_agents: int = (env.metadata or {}).get(NUM_AGENTS, 1)
-        self.single_observation_space = env.single_observation_space
+        self._histories = histories
+        self.single_observation_space = histories[-1].space if histories else env.single_observation_space
         self.single_action_space = env.single_action_space
         self._tracker = EpisodeTracker(seeds, reset_seed, evaluation)
         self._role = role_prefix(evaluation)
         self._reset_seed = reset_seed
         self.mode = autoreset_mode(env)
         # Functions of the rows of each leaf; None for integers of a `Box`.
-        self._find_bad = map_paths(find_bad, self.single_observation_space)
+        self._find_bad = map_paths(find_bad, env.single_observation_space)
         self._failures: list[str] = []
         self._pool = env.unwrapped if isinstance(env.unwrapped, EnvironmentPool) else None
         if self._pool is not None:
             self._pool.tracker = self._tracker
-        self._histories, self._base = stateful_parts(env)
+        self._base = stateful_part(env)
         self._kind_of_state: str | None = None if self._base is None else "arrays"
         if self._pool is not None and self._base is self._pool:
             self._kind_of_state = "episodes"
-        # The policy acts on the observations of the workers, before any wrapper changes them.
-        are_own = self._kind_of_state == "episodes" and not self._histories
+        # The policy acts on the observations of the workers, before any wrapper or history changes them.
+        are_own = self._kind_of_state == "episodes" and not histories
         self.can_step_ahead = are_own and self._base.steps_ahead
         # Which environments the next step resets; None: no environment.
         self._resets_next: Any = None
@@ -424,9 +421,9 @@ class EnvironmentBatch:
         """Start every environment's stream of episodes again, and return the first observations; raises as `step`."""
         self._tracker.reset()
         self._resets_next = None
-        observations = self._reset(**({} if self._reset_seed is None else {"seed": self._reset_seed}))
+        observations, infos = self._reset(**({} if self._reset_seed is None else {"seed": self._reset_seed}))
         self._check_observations(observations)
-        return observations
+        return self._begin_histories(np.ones(self.num_envs, bool), observations, infos)
 
     def choose_ahead(self, choose: ChooseAhead) -> None:
         """Let `choose` choose actions in the next step, see `WorkerPool.choose_ahead`; requires `can_step_ahead`."""
@@ -454,33 +451,40 @@ class EnvironmentBatch:
         if IDLE in infos:
             valid = ~infos[IDLE]
         any_ended = np.count_nonzero(ended) > 0  # faster than `any` for few environments
+        begins: Array | None = self._resets_next
         if self.mode is AutoresetMode.NEXT_STEP:
-            if self._resets_next is not None:
-                valid = ~self._resets_next
+            if begins is not None:
+                valid = ~begins
                 rewards = np.where(valid, rewards, 0)
             self._resets_next = ended if any_ended else None
         repeats: tuple[int | None, Array | None] = (None, None)
         if self._read_repeats is not None:
             repeats = self._read_repeats(infos, np.ones(self.num_envs, bool) if valid is None else valid)
-        finals: list[tuple[int, Nested]] = []
+        at_ends = np.flatnonzero(ended).tolist() if any_ended else []
+        reached, first_infos = observations, infos
+        if any_ended and self.mode is AutoresetMode.SAME_STEP:
+            reached = self._with_finals(observations, infos["final_obs"], at_ends)
+        self._check_observations(reached)
+        shown = self._advance_histories(reached, actions, rewards, ended, infos) if self._histories else reached
+        # Copies, since the next step may overwrite the observations.
+        finals = [(index, map_leaves(lambda x, i=index: np.array(x[i]), shown)) for index in at_ends]
         if any_ended:
-            at_ends = np.flatnonzero(ended).tolist()
-            if self.mode is AutoresetMode.SAME_STEP:
-                finals = [(index, self._row(infos["final_obs"], index)) for index in at_ends]
-                for index, final in finals:
-                    self._check_observations(map_leaves(lambda x: x[None], final), index)
-            else:
-                self._check_observations(observations)
-                finals = [(index, self._row(observations, index)) for index in at_ends]
             # In NEXT_STEP mode the next step is step 0 of the new episode.
             self._tracker.start(ended, in_steps=int(self.mode is AutoresetMode.NEXT_STEP))
             if self.mode is AutoresetMode.DISABLED:
                 # These may be the environment's own arrays, which its reset clears.
                 rewards, terminated, truncated = np.copy(rewards), terminated.copy(), truncated.copy()
                 infos = {key: x.copy() if isinstance(x, np.ndarray) else x for key, x in infos.items()}
-                observations = self._reset(options={"reset_mask": ended})
-        self._check_observations(observations)
-        return Step(observations, rewards, terminated, truncated, valid, finals, infos, failed, *repeats)
+                observations, first_infos = self._reset(options={"reset_mask": ended})
+            if self.mode is not AutoresetMode.NEXT_STEP:
+                self._check_observations(observations)
+                begins = ended
+        for key in (IDLE, LOST):  # the last idle step, and a replaced environment, begin an episode
+            if key in infos:
+                begins = infos[key] if begins is None else begins | infos[key]
+        if begins is not None:
+            shown = self._begin_histories(begins, observations, first_infos)
+        return Step(shown, rewards, terminated, truncated, valid, finals, infos, failed, *repeats)
 
     def set_env_settings(self, settings: EnvSettings) -> None:
         """Change attributes and reset options; see `RolloutDataModule.set_env_settings`."""
@@ -545,14 +549,14 @@ class EnvironmentBatch:
         return {
             "kind": self._kind_of_state,
             "environments": environments,
-            "wrappers": [wrapper.state_dict() for wrapper in self._histories],
+            "histories": to_tensors([history.memory for history in self._histories], "history"),
             "resets_next": torch.from_numpy(resets_next),
             **self._tracker.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested] | None:
-        """Return the result of `EnvironmentPool.restore`; None for a state of another backend or of other wrappers."""
-        if state["kind"] != self._kind_of_state or len(state["wrappers"]) != len(self._histories):
+        """Return the result of `EnvironmentPool.restore`; None for a state of another backend or of other options."""
+        if state["kind"] != self._kind_of_state or len(state["histories"]) != len(self._histories):
             return None
         if state["kind"] == "episodes":
             state = for_seeds(state, self._tracker.streams)
@@ -563,11 +567,10 @@ class EnvironmentBatch:
         self._resets_next = resets_next if resets_next.any() else None
         with self._named("restore"):
             exact, observations = self._base.restore(to_arrays(state["environments"]))
-            self._tracker.start(~exact)
-            infos = getattr(self._base, "restored_infos", {})
-            for wrapper, kept in zip(self._histories, state["wrappers"], strict=True):
-                observations = wrapper.load_state_dict(kept, exact, observations, infos)
-        return exact, observations
+        self._tracker.start(~exact)
+        for history, memory in zip(self._histories, state["histories"], strict=True):
+            history.load(to_arrays(memory))
+        return exact, self._begin_histories(~exact, observations, getattr(self._base, "restored_infos", {}))
 
     def close(self) -> None:
         with self._named("close"):
@@ -584,11 +587,35 @@ class EnvironmentBatch:
             self._tracker.start_at(index, int(infos[EPISODE][index]) - int(ended[index]))
         return np.flatnonzero(infos[f"_{LOST}"]).tolist() if LOST in infos else []
 
-    def _reset(self, **kwargs: Any) -> Nested:  # the arguments of `VectorEnv.reset`
+    def _reset(self, **kwargs: Any) -> tuple[Nested, dict[str, Any]]:  # the arguments of `VectorEnv.reset`
         with self._named("reset"):
             observations, infos = self.env.reset(**kwargs)
         if FAILURE in infos:
             self._note_failures(infos, np.zeros(self.num_envs, bool))
+        return observations, infos
+
+    def _with_finals(self, observations: Nested, finals: Nested, indices: list[int]) -> Nested:
+        """Return observations with the final observations of the episodes that ended, at their `indices`."""
+        reached = map_leaves(lambda _, x: np.copy(x), self._find_bad, observations)
+        for index in indices:
+            final = row_of(finals, index)
+            map_leaves(lambda _, rows, x, i=index: setitem(rows, i, x), self._find_bad, reached, final)
+        return reached
+
+    def _advance_histories(self, observations: Nested, *outcome: Any) -> Nested:  # other arguments of `advance`
+        """Add a step to the histories, and return the observations with them."""
+        with self._named("step"):
+            for history in self._histories:
+                history.advance(observations, *outcome)
+                observations = history.show(observations)
+        return observations
+
+    def _begin_histories(self, which: Array, observations: Nested, infos: dict[str, Any]) -> Nested:
+        """Start new histories for the environments in the mask `which`, and return the observations with them."""
+        with self._named("reset"):
+            for history in self._histories:
+                history.start_episodes(which, observations, infos)
+                observations = history.show(observations)
         return observations
 
     @contextlib.contextmanager
@@ -607,24 +634,14 @@ class EnvironmentBatch:
             what = str(error) if isinstance(error, Unexpected) else f"raised in {where}: {summary(error)}"
             at = f"(step {self._tracker.clock}, seeds {shown})"
             raise EnvironmentFailure(f"the {self._role}environments {what} {at}") from error
-        if error.begins and where == "step":
-            self._tracker.start(np.isin(np.arange(self.num_envs), error.indices))
         failure = EnvironmentFailure(f"{self._tracker.labels(error.indices)} {error.what}")
         for note in getattr(error, "__notes__", ()):  # the traceback in a worker process
             failure.add_note(note)
         raise failure from error
 
-    def _row(self, batch: Nested, index: int) -> Nested:
-        """Return a copy of one environment's observation, which the environment may overwrite later."""
-        return map_leaves(lambda _, x: np.array(x), self._find_bad, row_of(batch, index))
+    def _check_observations(self, observations: Nested) -> None:
+        map_leaves(self._check_rows, self._find_bad, observations)
 
-    def _check_observations(self, observations: Nested, first: int = 0) -> None:
-        def check_leaf(find: Find | None, rows: Array) -> None:
-            if find is not None:
-                self._check_rows(find, rows, first)
-
-        map_leaves(check_leaf, self._find_bad, observations)
-
-    def _check_rows(self, find: Find, rows: Array, first: int = 0) -> None:
-        if (found := find(rows)) is not None:
-            raise EnvironmentFailure(f"{self.label(first + found[0])} {found[1]}")
+    def _check_rows(self, find: Find | None, rows: Array) -> None:
+        if find is not None and (found := find(rows)) is not None:
+            raise EnvironmentFailure(f"{self.label(found[0])} {found[1]}")

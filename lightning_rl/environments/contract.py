@@ -100,13 +100,12 @@ class EnvironmentFailure(ExplainedError, RuntimeError):
 
 
 class WorkerFailure(Exception):
-    """Environments `indices` failed, in the next episode if it `begins`; `EnvironmentBatch` adds episode and step."""
+    """Environments `indices` failed; `EnvironmentBatch` adds their episodes and steps."""
 
-    def __init__(self, indices: Sequence[int], what: str, begins: bool = False) -> None:
+    def __init__(self, indices: Sequence[int], what: str) -> None:
         super().__init__(f"environment {', '.join(map(str, indices)) or '(unknown)'} {what}")
         self.indices = indices
         self.what = what
-        self.begins = begins
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,7 @@ def _make(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> Environment
             env = WorkerPool(factories, timeout, spec.env.on_failure == "restart")
         except WorkerFailure as error:
             raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
-    env = _wrapped(spec.wrap_vector(spec.wrap_rewards(env), _clips(atari)), vector_wrappers)
-    return EnvironmentBatch(env, seeds, seeds, _repeat_reader(spec, atari), spec.evaluation)
+    return _batch(spec, _wrapped(env, vector_wrappers), seeds, seeds, atari)
 
 
 def _make_vectorized(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> EnvironmentBatch:
@@ -117,8 +116,14 @@ def _make_vectorized(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> 
         if not spec.evaluation:
             return TensorEnvironments(spec.wrap_tensors(env), seeds[0])
         env = AsArrays(env)
-    env = spec.wrap_vector(spec.wrap_rewards(CheckedArrays(env, reset_seed)), _clips(atari))
-    return EnvironmentBatch(env, seeds, reset_seed, _repeat_reader(spec, atari), spec.evaluation)
+    return _batch(spec, CheckedArrays(env, reset_seed), seeds, reset_seed, atari)
+
+
+def _batch(
+    spec: EnvironmentSpec, env: Any, seeds: list[int], reset_seed: Seed, atari: AtariPreprocessing | None
+) -> EnvironmentBatch:
+    histories, read_repeats = spec.histories(env, _clips(atari)), _repeat_reader(spec, atari)
+    return EnvironmentBatch(spec.wrap_rewards(env), seeds, reset_seed, histories, read_repeats, spec.evaluation)
 
 
 def make_native(

@@ -14,7 +14,7 @@ from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.registry import parallel_module
 from lightning_rl.environments.wrappers.action_mask import MaskedActions, check_source
 from lightning_rl.environments.wrappers.action_repeat import learned_repeat
-from lightning_rl.environments.wrappers.history import FlatObservations, FrameStack, PreviousStep
+from lightning_rl.environments.wrappers.history import FlatObservations, FrameStack, History, PreviousStep
 from lightning_rl.environments.wrappers.transforms import (
     RewardClip,
     RewardTransform,
@@ -48,7 +48,7 @@ class EnvConfig:
 
     They are applied in this order: time limit, repeated actions, wrappers; then learned repeats, rewards, stacked
     frames, flat observations, previous action and reward, action masks. With `sync` and `async`, wrappers of vector
-    environments come last.
+    environments come after learned repeats.
 
     Args:
         kwargs: Arguments of the environment's constructor.
@@ -184,28 +184,34 @@ class EnvironmentSpec:
         """The function that scales and clips training rewards; None without such options."""
         return make_reward_transform(self.env.reward_scale, self.env.reward_clip)
 
-    def wrap_vector(
-        self, env: VectorEnv[Any, Any, Any], clips: RewardTransform | None = None
-    ) -> VectorEnv[Any, Any, Any]:
-        """Apply the options of observations to environments of any backend.
+    def histories(self, env: VectorEnv[Any, Any, Any], clips: RewardTransform | None = None) -> list[History]:
+        """Return what the options of observations add to the observations of environments of any backend.
 
         Evaluation rewards are raw; `clips`, by which Atari preprocessing clips training rewards, then only clips the
         `previous_reward` in observations.
         """
-        given = self.env
+        given, num_envs = self.env, env.num_envs
+        made: list[History] = []
+        space = env.single_observation_space
         if given.frame_stack is not None:
-            env = FrameStack(env, given.frame_stack)
+            made.append(FrameStack(space, num_envs, given.frame_stack))
+            space = made[-1].space
         if given.flatten_observations:
-            masks = find_masks(env.single_observation_space)
+            masks = find_masks(space)
             expected = f"False, since observations have action masks ({masks}); masks may be in info instead"
             check(masks is None, "env.flatten_observations", True, expected)
-            env = FlatObservations(env)
+            made.append(FlatObservations(space))
+            space = made[-1].space
         if given.previous_action or given.previous_reward:
             # Learned repeats clip the rewards themselves, before they sum them.
             clips = clips if given.learned_action_repeat is None else None
             shown = (self.reward_transform or clips) if self.evaluation else None
-            env = PreviousStep(env, given.previous_action, given.previous_reward, shown)
-        return env if given.action_mask is None else MaskedActions(env, given.action_mask)
+            options = given.previous_action, given.previous_reward, shown
+            made.append(PreviousStep(space, env.single_action_space, num_envs, *options))
+            space = made[-1].space
+        if given.action_mask is not None:
+            made.append(MaskedActions(space, env, given.action_mask))
+        return made
 
     def wrap_rewards(self, env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
         """Scale and clip the rewards of environments of any backend; evaluation rewards are raw."""

@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from lightning_rl.environments import AtariPreprocessing, EnvConfig, EnvironmentSpec
+from lightning_rl.environments import AtariPreprocessing, EnvConfig, EnvironmentBatch, EnvironmentSpec
 from lightning_rl.environments.make import make_single
 from lightning_rl.environments.registry import find_spec
 from lightning_rl.environments.wrappers.transforms import make_reward_transform
@@ -161,13 +161,13 @@ def test_options_equal_wrappers_of_single_environments(mode, flatten):
 def observed(options, env, *actions, evaluation=False, clips=None):
     """Return the space, and the observations of a reset and steps, of one environment with options."""
     spec = EnvironmentSpec("Probe/Space-v0", options, evaluation=evaluation)
-    vector = spec.wrap_vector(SyncVectorEnv([lambda: env]), clips)
-    batches = [vector.reset(seed=1)[0]]
-    seen = [map_leaves(lambda x: np.copy(x[0]), batches[0])]
+    vector = SyncVectorEnv([lambda: env])
+    batch = EnvironmentBatch(vector, [1], [1], spec.histories(vector, clips))
+    seen = [map_leaves(lambda x: np.copy(x[0]), batch.reset())]
     for action in actions:
-        batch = vector.step(map_leaves(lambda x: np.asarray(x)[None], action))[0]
-        seen.append(map_leaves(lambda x: np.copy(x[0]), batch))
-    return vector.single_observation_space, seen
+        observations = batch.step(map_leaves(lambda x: np.asarray(x)[None], action)).observations
+        seen.append(map_leaves(lambda x: np.copy(x[0]), observations))
+    return batch.single_observation_space, seen
 
 
 @pytest.mark.parametrize(("shape", "folded"), [((7, 7, 3), (7, 7, 12)), ((3, 9, 9), (12, 9, 9)), ((8, 8), (4, 8, 8))])

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv, VectorWrapper
 
 from lightning_rl.environments.contract import ABSENT, Array, EnvironmentFailure, WorkerFailure, summary
-from lightning_rl.environments.wrappers.history import OBSERVATION, VectorHistory
+from lightning_rl.environments.wrappers.history import OBSERVATION, History
 from lightning_rl.masks import ActionMask, MaskLayout, component_names, find_masks, has_choices
 from lightning_rl.nested import (
     Nested,
@@ -232,7 +232,7 @@ class ReadMasks(gymnasium.Wrapper[Any, Any, Any, Any]):
         return info if is_observed else {**info, MASKS: self.masks}
 
 
-class MaskedActions(VectorHistory):
+class MaskedActions(History):
     """Adds masks from `info`, from a method or from observations to the observations.
 
     If the environments have no `ReadMasks`, the constructor resets them once, see `MaskSource.learn`; their masks are
@@ -240,16 +240,16 @@ class MaskedActions(VectorHistory):
     `WorkerFailure`.
     """
 
-    def __init__(self, env: VectorEnv[Any, Any, Any], source: str) -> None:
-        self._source = MaskSource(source, env.single_observation_space, env.single_action_space)
+    def __init__(self, space: spaces.Space[Any], env: VectorEnv[Any, Any, Any], source: str) -> None:
+        self._env = env
+        self._source = MaskSource(source, space, env.single_action_space)
         self._are_read = MASKS in (env.metadata or {})
         if self._are_read:
             self._source.take_space(env.metadata[MASKS])
         elif self._source.kind != "observation":
             name, in_info = self._source.name, self._source.kind == "info"
             self._source.learn(env, lambda infos: _first(infos[name] if in_info else _called(env, name)))
-        super().__init__(env, self._source.space)
-        self.memory = self._source.everything(self.num_envs)
+        super().__init__(self._source.space, self._source.everything(env.num_envs))
 
     def start_episodes(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
         self._take(which, observations, infos)
@@ -294,11 +294,11 @@ class MaskedActions(VectorHistory):
         source = self._source
         if self._are_read and MASKS not in infos:  # a resumed run has begun new episodes
             everything = source.everything()  # for lost workers
-            pool: Any = self.env.unwrapped
+            pool: Any = self._env.unwrapped
             return map_stacked(np.stack, [everything if x is None else x for x in pool.call("masks")])
         name = MASKS if self._are_read else source.name
         if source.kind == "method" and not self._are_read:
-            return _called(self.env, name)
+            return _called(self._env, name)
         if (present := infos.get(f"_{name}")) is not None:
             for index in np.flatnonzero(which & ~present).tolist():
                 raise WorkerFailure([index], f"returned no info {name!r}: expected its action mask")

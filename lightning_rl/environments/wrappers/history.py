@@ -1,54 +1,36 @@
-"""Vector wrappers with a history of the episode: stacked frames, the previous step, and flat observations."""
+"""Observations with a history of the episode: stacked frames, the previous step, and flat observations."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from operator import setitem
 from typing import Any
 
 import numpy as np
-import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
-from gymnasium.vector.utils import batch_space
 
-from lightning_rl.environments.contract import (
-    IDLE,
-    LIFE_LOST,
-    LOST,
-    Array,
-    Find,
-    WorkerFailure,
-    autoreset_mode,
-    find_bad,
-    row_of,
-)
+from lightning_rl.environments.contract import LIFE_LOST, Array, row_of
 from lightning_rl.environments.wrappers.action_repeat import as_earned_in_training
 from lightning_rl.environments.wrappers.transforms import RewardTransform
 from lightning_rl.masks import MAX_INTEGER_CHOICES, ActionMask, has_choices, num_choices
-from lightning_rl.nested import Nested, map_leaves, map_paths, map_space, nested_paths, replace_leaves
+from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, replace_leaves
 from lightning_rl.spaces import image_layout, is_image, space_to_dict
 from lightning_rl.validation import ConfigurationError, check
 
 
-# No type arguments: VectorWrapper takes none before Gymnasium 1.4.
-class VectorHistory(VectorWrapper, ABC):
-    """A vector wrapper whose observations depend on the episode so far, for every backend and autoreset mode.
+class History:
+    """A part of observations that depends on the episode so far, for the environments of an `EnvironmentBatch`.
 
     The final observation of an episode has the history of this episode, and the first observation of the next episode a
-    new history. `memory` is the history of all environments: arrays `[B, ...]`, nested in any way.
+    new history.
+
+    Attributes:
+        space: Space of one observation with the history.
+        memory: The history of all environments: arrays `[B, ...]`, nested in any way.
     """
 
-    def __init__(self, env: VectorEnv[Any, Any, Any], space: spaces.Space[Any]) -> None:
-        super().__init__(env)
-        self.memory: Nested = {}
-        self.single_observation_space = space
-        self.observation_space = batch_space(space, self.num_envs)
-        self._mode = autoreset_mode(env)
-        self._paths = nested_paths(env.single_observation_space)
-        self._resets_next = np.zeros(env.num_envs, bool)
+    def __init__(self, space: spaces.Space[Any], memory: Nested) -> None:
+        self.space, self.memory = space, memory
 
     def start_episodes(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
         """Start new histories for the environments in the mask `which`, `[B]`, with their first `observations`."""
@@ -58,80 +40,33 @@ class VectorHistory(VectorWrapper, ABC):
     ) -> None:
         """Add a step to the history: its action, reward, next observation, and which episodes it `ended`."""
 
-    @abstractmethod
     def show(self, observations: Nested) -> Nested:
         """Return observations `[B, ...]` with their history."""
+        raise NotImplementedError
 
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        mask = (options or {}).get("reset_mask")  # before environments remove it
-        observations, infos = self.env.reset(seed=seed, options=options)
-        which = np.ones(self.num_envs, bool) if mask is None else np.asarray(mask, bool)
-        self._resets_next[which] = False
-        self.start_episodes(which, observations, infos)
-        return self.show(observations), infos
+    def load(self, memory: Nested) -> None:
+        """Restore a memory, maybe of another number of environments."""
 
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        observations, rewards, terminated, truncated, infos = self.env.step(actions)
-        ended = terminated | truncated
-        is_same_step = self._mode is AutoresetMode.SAME_STEP
-        begins = ended if is_same_step else self._resets_next
-        if is_same_step and ended.any():
-            rows = np.flatnonzero(ended).tolist()
-            reached = map_leaves(np.copy, observations)
-            for index in rows:
-                final = row_of(infos["final_obs"], index)
-                map_leaves(lambda _, batch, x, i=index: setitem(batch, i, x), self._paths, reached, final)
-            self.advance(reached, actions, rewards, ended, infos)
-            shown, finals = self.show(reached), np.full(self.num_envs, None, object)
-            for index in rows:
-                finals[index] = map_leaves(np.copy, row_of(shown, index))
-            infos = {**infos, "final_obs": finals}
-        else:
-            self.advance(observations, actions, rewards, ended, infos)
-        for key in (IDLE, LOST):  # the last idle step, and a replaced environment, begin an episode
-            if key in infos:
-                begins = begins | infos[key]
-        if begins.any():
-            self.start_episodes(begins, observations, infos)
-        if self._mode is AutoresetMode.NEXT_STEP:
-            self._resets_next = ended
-        return self.show(observations), rewards, terminated, truncated, infos
+        def copy(own: Array, stored: Array) -> None:
+            own[: len(stored)] = stored[: len(own)]
 
-    def state_dict(self) -> dict[str, Any]:
-        memory = map_leaves(lambda x: torch.from_numpy(x.copy()), self.memory)
-        return {"memory": memory, "resets_next": torch.from_numpy(self._resets_next.copy())}
-
-    def load_state_dict(
-        self, state: dict[str, Any], exact: Array, observations: Nested, infos: dict[str, Any]
-    ) -> Nested:
-        """Restore the history, and return the current `observations` with it.
-
-        The state may come from another number of environments. Environments that were not restored exactly, `[B]`, have
-        begun new episodes, with these `infos`.
-        """
-
-        def load(own: Array, stored: torch.Tensor) -> None:
-            own[: len(stored)] = stored.numpy()[: len(own)]
-
-        map_leaves(load, self.memory, state["memory"])
-        load(self._resets_next, state["resets_next"])
-        if not exact.all():
-            self._resets_next[~exact] = False
-            self.start_episodes(~exact, observations, infos)
-        return self.show(observations)
+        map_leaves(copy, self.memory, memory)
 
 
-class FrameStack(VectorHistory):
+def empty_memory(space: spaces.Space[Any], *leading: int) -> Nested:
+    """Return zeros `[*leading, ...]` for each leaf of a space."""
+    return map_space(lambda leaf: np.zeros((*leading, *(leaf.shape or ())), leaf.dtype), space)
+
+
+class FrameStack(History):
     """Stacks the observations of the last `size` steps, oldest first; an episode begins with copies of its first one.
 
     Each leaf gets a new first dimension, except images (concatenated channels) and action masks (the newest counts).
     """
 
-    def __init__(self, env: VectorEnv[Any, Any, Any], size: int) -> None:
-        inner = env.single_observation_space
-        super().__init__(env, stacked_space(inner, size))
-        self._leaf_spaces = map_space(lambda leaf: leaf, inner)
-        self.memory = map_space(lambda leaf: np.zeros((self.num_envs, size, *(leaf.shape or ())), leaf.dtype), inner)
+    def __init__(self, space: spaces.Space[Any], num_envs: int, size: int) -> None:
+        super().__init__(stacked_space(space, size), empty_memory(space, num_envs, size))
+        self._leaf_spaces = map_space(lambda leaf: leaf, space)
 
     def start_episodes(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
         def fill(frames: Array, x: Array) -> None:
@@ -187,36 +122,25 @@ def _fold(space: spaces.Space[Any], frames: Array) -> Array:
     return frames.reshape(*lead, size * channels, height, width)
 
 
-class FlatObservations(VectorHistory):
+class FlatObservations(History):
     """Flattens each observation, nested or not, to one vector; its history is empty."""
 
-    def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
-        space_to_dict(env.single_observation_space, "observation_space")  # names an unsupported part
-        super().__init__(env, spaces.flatten_space(env.single_observation_space))
-        self._inner = env.single_observation_space
-        self._find_bad = map_paths(find_bad, self._inner)
-
-    def start_episodes(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
-        self._check(observations, which & (self._mode is AutoresetMode.SAME_STEP))
+    def __init__(self, space: spaces.Space[Any]) -> None:
+        space_to_dict(space, "observation_space")  # names an unsupported part
+        super().__init__(spaces.flatten_space(space), {})
+        self._inner = space
 
     def show(self, observations: Nested) -> Nested:
-        self._check(observations, np.zeros(self.num_envs, bool))  # an encoding would hide bad values
-        rows = (spaces.flatten(self._inner, row_of(observations, index)) for index in range(self.num_envs))
+        count = len(first_leaf(observations))
+        rows = (spaces.flatten(self._inner, row_of(observations, index)) for index in range(count))
         return np.stack([np.asarray(row) for row in rows])
-
-    def _check(self, observations: Nested, begins: Array) -> None:
-        def check_leaf(find: Find | None, rows: Array) -> None:
-            if find is not None and (found := find(rows)) is not None:
-                raise WorkerFailure([found[0]], found[1], begins[found[0]])
-
-        map_leaves(check_leaf, self._find_bad, observations)
 
 
 ACTION, REWARD, OBSERVATION = "previous_action", "previous_reward", "observation"
 """Keys of the new parts, and of observations that are no `Dict`."""
 
 
-class PreviousStep(VectorHistory):
+class PreviousStep(History):
     """Adds the previous action and reward to observations; both are zeros at the start of an episode.
 
     Discrete actions become one-hot vectors; continuous actions are clipped to their bounds. `transform` is applied to
@@ -225,11 +149,16 @@ class PreviousStep(VectorHistory):
     """
 
     def __init__(
-        self, env: VectorEnv[Any, Any, Any], action: bool, reward: bool, transform: RewardTransform | None = None
+        self,
+        space: spaces.Space[Any],
+        actions: spaces.Space[Any],
+        num_envs: int,
+        action: bool,
+        reward: bool,
+        transform: RewardTransform | None = None,
     ) -> None:
-        inner, actions = env.single_observation_space, env.single_action_space
-        self._is_dict = isinstance(inner, spaces.Dict)
-        parts = dict(inner.items()) if isinstance(inner, spaces.Dict) else {OBSERVATION: inner}
+        self._is_dict = isinstance(space, spaces.Dict)
+        parts = dict(space.items()) if isinstance(space, spaces.Dict) else {OBSERVATION: space}
         self._reward, self._transform = reward, transform
         added: dict[str, spaces.Space[Any]] = {}
         if action:
@@ -239,10 +168,7 @@ class PreviousStep(VectorHistory):
         for key in added:
             check(key not in parts, f"env.{key}", True, f"False, since observations have a part {key!r} of their own")
         self._encoders = map_space(_encoder, actions) if action else None
-        super().__init__(env, spaces.Dict(parts | added))
-        self.memory = map_space(
-            lambda leaf: np.zeros((self.num_envs, *(leaf.shape or ())), leaf.dtype), spaces.Dict(added)
-        )
+        super().__init__(spaces.Dict(parts | added), empty_memory(spaces.Dict(added), num_envs))
 
     def start_episodes(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
         def clear(x: Array) -> None:

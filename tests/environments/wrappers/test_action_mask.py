@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure
 from lightning_rl.environments.episodes import SeededEpisodes
 from lightning_rl.environments.wrappers.action_mask import MaskedActions, MaskSource, ReadMasks
 from lightning_rl.masks import ActionMask
@@ -385,13 +385,15 @@ class Left(gymnasium.Wrapper):
 @pytest.mark.parametrize("where", ["info", "observation", "method"])
 def test_masks_are_copies(where):
     env = Invalid(**kwargs_of("discrete", where=where))
-    masked = MaskedActions(SyncVectorEnv([lambda: ReadMasks(env, source_of(where))], copy=False), source_of(where))
-    observations, _ = masked.reset(seed=1)
+    vector = SyncVectorEnv([lambda: ReadMasks(env, source_of(where))], copy=False)
+    masked = MaskedActions(vector.single_observation_space, vector, source_of(where))
+    batch = EnvironmentBatch(vector, [1], [1], [masked])
+    observations = batch.reset()
     mask = observations["legal" if where == "observation" else "action_mask"]
     before = mask.copy()
     env.mask[:] = ~env.mask
     assert np.array_equal(mask, before) and mask.dtype == np.int8
-    assert masked.single_observation_space.contains(map_leaves(lambda x: x[0], observations))
+    assert batch.single_observation_space.contains(map_leaves(lambda x: x[0], observations))
 
 
 def test_environment_with_own_state_and_masks_is_restored_from_its_state():

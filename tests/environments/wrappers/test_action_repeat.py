@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import Tensor
 
 from lightning_rl import A2C, CLEAR, IMPALA, PPG, PPO
-from lightning_rl.environments import EnvConfig, EnvironmentSpec
+from lightning_rl.environments import EnvConfig, EnvironmentBatch, EnvironmentSpec
 from lightning_rl.environments.wrappers.action_repeat import REPEATED, LearnedActionRepeat
 from lightning_rl.policies.actor_critic import PolicyOutput
 from lightning_rl.validation import ConfigurationError
@@ -80,14 +80,15 @@ def test_repeats_in_evaluation_end_with_a_life_and_show_clipped_rewards():
     repeating = LearnedActionRepeat(game, 4, 0.5, evaluation=True, clips=np.sign)
     options = EnvConfig(previous_reward=True, learned_action_repeat={"max": 4, "gamma": 0.5})
     spec = EnvironmentSpec("ALE/Pong-v5", options, evaluation=True)
-    env = spec.wrap_vector(SyncVectorEnv([lambda: repeating]), np.sign)
-    env.reset(seed=0)
+    vector = SyncVectorEnv([lambda: repeating])
+    batch = EnvironmentBatch(vector, [0], [0], spec.histories(vector, np.sign))
+    batch.reset()
     action = {"action": np.array([1]), "repeat": np.array([4])}
-    observation, reward, terminated, _, info = env.step(action)
+    observation, reward, terminated, *_, info, _, _, _ = batch.step(action)
     # The third step loses a life, and the no-op after it scores.
     assert (info[REPEATED]["repeats"], terminated, observation["previous_reward"].item()) == (3, False, 0)
     assert reward == 3 + 0 + 5 + 9
-    observation, reward, terminated, _, info = env.step(action)
+    observation, reward, terminated, *_, info, _, _, _ = batch.step(action)
     assert (info[REPEATED]["repeats"], terminated, observation["previous_reward"].item()) == (2, True, -1 + 0.5)
     assert reward == -2 + 7
 
