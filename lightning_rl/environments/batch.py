@@ -255,7 +255,7 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
 
         Environments that are not exact have begun new episodes.
         """
-        self.tracker.streams = [record["stream_seed"] for record in records]
+        self.tracker.restore(records)
         answers = self.call_each("restore", [(record,) for record in records])
         # None comes from a worker that was lost during the replay.
         results = [(False, self.replace(i)[0]) if answer is None else answer for i, answer in enumerate(answers)]
@@ -301,16 +301,11 @@ def stateful_part(env: Any) -> Any:  # vector environments
     return env if hasattr(env, "restore") else None
 
 
-def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
-    """Return the state of a batch for `len(seeds)` environments; additional environments begin new streams."""
-    kept, added = state["environments"][: len(seeds)], seeds[len(state["environments"]) :]
+def for_seeds(records: list[dict[str, Any]], seeds: list[int]) -> list[dict[str, Any]]:
+    """Return the records of `len(seeds)` environments; additional environments begin new streams."""
     # Episode -1 comes before the first episode of the new stream.
-    beginning = [{"stream_seed": seed, "episode": -1} for seed in added]
-    counts = {
-        name: torch.cat([state[name][: len(seeds)], torch.full((len(added),), value, dtype=state[name].dtype)])
-        for name, value in (("began", 0), ("episodes", -1), ("resets_next", False))
-    }
-    return {**state, **counts, "environments": [*kept, *beginning]}
+    beginning = [{"stream_seed": seed, "episode": -1} for seed in seeds[len(records) :]]
+    return [*records[: len(seeds)], *beginning]
 
 
 def to_array(x: Any) -> np.ndarray[Any, Any]:
@@ -551,22 +546,20 @@ class EnvironmentBatch:
             "environments": environments,
             "histories": to_tensors([history.memory for history in self._histories], "history"),
             "resets_next": torch.from_numpy(resets_next),
-            **self._tracker.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested] | None:
         """Return the result of `EnvironmentPool.restore`; None for a state of another backend or of other options."""
         if state["kind"] != self._kind_of_state or len(state["histories"]) != len(self._histories):
             return None
+        environments, resets_next = to_arrays(state["environments"]), state["resets_next"].numpy().copy()
         if state["kind"] == "episodes":
-            state = for_seeds(state, self._tracker.streams)
-        elif len(state["episodes"]) != self.num_envs:
+            environments = for_seeds(environments, self._tracker.streams)
+        elif len(resets_next) != self.num_envs:
             return None
-        self._tracker.load_state_dict(state)
-        resets_next = state["resets_next"].numpy().copy()
         self._resets_next = resets_next if resets_next.any() else None
         with self._named("restore"):
-            exact, observations = self._base.restore(to_arrays(state["environments"]))
+            exact, observations = self._base.restore(environments)
         self._tracker.start(~exact)
         for history, memory in zip(self._histories, state["histories"], strict=True):
             history.load(to_arrays(memory))

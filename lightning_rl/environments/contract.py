@@ -275,7 +275,7 @@ def row_of(batch: Any, index: int) -> Any:  # nested
 
 
 class EpisodeTracker:
-    """Tracks the episode, seed and step of `B` environments, for error messages and checkpoints.
+    """Tracks the episode, seed and step of `B` environments, for error messages and for replaced workers.
 
     Attributes:
         clock: Steps since the first reset.
@@ -319,10 +319,8 @@ class EpisodeTracker:
         each = (self.label_at(index, *self.where(index)[1:]) for index in indices)
         return ", ".join(each) or f"an {role_prefix(self._evaluation)}environment"
 
-    def state_dict(self) -> dict[str, Any]:
-        counts = {"began": torch.from_numpy(self.began.copy()), "episodes": torch.from_numpy(self.episodes.copy())}
-        return {"clock": self.clock, **counts}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.clock = state["clock"]
-        self.began[:], self.episodes[:] = state["began"].numpy(), state["episodes"].numpy()
+    def restore(self, records: Sequence[dict[str, Any]]) -> None:
+        """Set the stream, episode and step of each environment from its `SeededEpisodes.recorded`."""
+        self.streams = [record["stream_seed"] for record in records]
+        self.episodes[:] = [record["episode"] for record in records]
+        self.began[:] = [self.clock - record.get("step_count", 0) for record in records]

@@ -454,10 +454,11 @@ def test_more_ranks_keep_environments_and_drop_replays(tmp_path):
     assert "could not be restored" not in said
     state = torch.load(tmp_path / "second/after_6.ckpt", weights_only=True)
     assert state["lightning_rl"]["env_steps"] == (4 + 2 * 2) * 72
-    episodes = [rank["environments"]["episodes"] for rank in state["RolloutDataModule"]["ranks"]]
+    ranks = state["RolloutDataModule"]["ranks"]
     before = torch.load(tmp_path / "first/after_4.ckpt", weights_only=True)["RolloutDataModule"]["ranks"]
-    assert (episodes[0] >= before[0]["environments"]["episodes"]).all()
-    assert len(episodes) == 2
+    pairs = zip(ranks[0]["environments"]["environments"], before[0]["environments"]["environments"], strict=True)
+    assert all(record["episode"] >= earlier["episode"] for record, earlier in pairs)
+    assert len(ranks) == 2
     # The new rank has nothing to replay, so that all ranks start without replays.
     assert said.count("(unrolls) are dropped: the run now has 2 ranks instead of 1") == 1
     seen = [rank["replays"]["unrolls"]["number"] for rank in state["lightning_rl"]["ranks"]]
