@@ -36,7 +36,7 @@ class TensorEnvironments(EnvironmentBatch):
         self.observations: Nested = None
         """The last observations; None before the first reset."""
         self._not_finite: Tensor | None = None
-        self._is_checked = self._are_finals_checked = False
+        self._is_checked = False
         self._advance = _advance
 
     def compile(self) -> None:
@@ -88,10 +88,10 @@ class TensorEnvironments(EnvironmentBatch):
         indices = cut.nonzero().flatten()
         if reached is None:
             return [(index, None) for index in indices.tolist()]
-        if not self._are_finals_checked and self.mode is AutoresetMode.SAME_STEP:
-            with self._named("step"):
-                _check_finals(self.env, reached)
-            self._are_finals_checked = True
+        with self._named("step"):
+            fits = map_leaves(lambda x, y: isinstance(y, Tensor) and y.shape == x.shape, self.observations, reached)
+            if not all(leaves(fits)):
+                raise Unexpected("returned no tensors [B, ...] with the shapes of observations, in info['final_obs']")
         rows = map_leaves(itemgetter(indices), reached)  # copies, since environments may overwrite their tensors
         for leaf in leaves(rows):
             bad[indices] |= _rows_not_finite(leaf)
@@ -143,15 +143,6 @@ def _check_tensors(env: VectorEnv[Any, Any, Any], observations: Nested) -> None:
     check(isinstance(first, Tensor), "backend", "torch", expected)
 
 
-def _check_finals(env: VectorEnv[Any, Any, Any], finals: Nested) -> None:
-    try:
-        if kinds := {type(leaf).__name__ for leaf in leaves(finals) if not isinstance(leaf, Tensor)}:
-            raise Unexpected(f"returned {', '.join(sorted(kinds))}: expected tensors [B, ...]")
-        check_values(env, map_leaves(to_array, finals), {})
-    except Unexpected as error:
-        raise Unexpected(f"{error}, in info['final_obs']") from None
-
-
 def _advance(env: VectorEnv[Any, Any, Any], actions: Nested, resets: Tensor | None) -> tuple[Any, ...]:
     """Step all environments, and reset those in the mask `resets`.
 
@@ -183,7 +174,6 @@ class AsArrays(VectorWrapper):
     """
 
     _observations: Nested
-    _are_finals_checked = False
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if options and "reset_mask" in options:
@@ -199,9 +189,6 @@ class AsArrays(VectorWrapper):
             before = map_leaves(to_array, map_leaves(torch.clone, before))  # may be overwritten
         observations, rewards, terminated, truncated, infos = self.env.step(map_leaves(self._to_tensor, actions))
         self._observations = observations
-        if same_step and "final_obs" in infos and not self._are_finals_checked and bool((terminated | truncated).any()):
-            _check_finals(self.env, infos["final_obs"])
-            self._are_finals_checked = True
         if same_step:
             infos = {**infos, "final_obs": map_leaves(to_array, infos.get("final_obs", before))}
         return *(map_leaves(to_array, x) for x in (observations, rewards, terminated, truncated)), infos
