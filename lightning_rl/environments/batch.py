@@ -540,27 +540,28 @@ class EnvironmentBatch:
             return None
         with self._named("recorded"):
             environments = to_tensors(self._base.recorded(), "environment")
-        resets_next = np.zeros(self.num_envs, bool) if self._resets_next is None else self._resets_next.copy()
         return {
             "kind": self._kind_of_state,
+            "num_envs": self.num_envs,
             "environments": environments,
             "histories": to_tensors([history.memory for history in self._histories], "history"),
-            "resets_next": torch.from_numpy(resets_next),
+            "resets_next": to_tensors(self._resets_next, "resets_next"),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested] | None:
         """Return the result of `EnvironmentPool.restore`; None for a state of another backend or of other options."""
         if state["kind"] != self._kind_of_state or len(state["histories"]) != len(self._histories):
             return None
-        environments, resets_next = to_arrays(state["environments"]), state["resets_next"].numpy().copy()
+        environments = to_arrays(state["environments"])
         if state["kind"] == "episodes":
             environments = for_seeds(environments, self._tracker.streams)
-        elif len(resets_next) != self.num_envs:
+        elif state["num_envs"] != self.num_envs:
             return None
-        self._resets_next = resets_next if resets_next.any() else None
+        self._resets_next = to_arrays(state["resets_next"])
         with self._named("restore"):
             exact, observations = self._base.restore(environments)
-        self._tracker.start(~exact)
+        if not exact.all():
+            self._tracker.start(~exact)
         for history, memory in zip(self._histories, state["histories"], strict=True):
             history.load(to_arrays(memory))
         return exact, self._begin_histories(~exact, observations, getattr(self._base, "restored_infos", {}))

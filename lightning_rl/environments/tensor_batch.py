@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from torch import Tensor
 
 from lightning_rl.environments.batch import EnvironmentBatch, Step, check_values, to_array
-from lightning_rl.environments.contract import EnvironmentFailure, Unexpected, autoreset_mode, to_arrays, to_tensors
+from lightning_rl.environments.contract import EnvironmentFailure, Unexpected, autoreset_mode
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
 from lightning_rl.validation import check
 
@@ -38,6 +38,12 @@ class TensorEnvironments(EnvironmentBatch):
         self._not_finite: Tensor | None = None
         self._is_checked = False
         self._advance = _advance
+        own: Any = env
+        while isinstance(own, TransformReward):
+            own = own.env
+        # A wrapper may have a state too.
+        has_state = own is own.unwrapped and hasattr(own, "state_dict") and hasattr(own, "load_state_dict")
+        self._own, self._base, self._kind_of_state = (own, self, "tensors") if has_state else (None, None, None)
 
     def compile(self) -> None:
         """Compile the environment's `step` and the checks after it; code that PyTorch cannot trace runs uncompiled."""
@@ -105,35 +111,17 @@ class TensorEnvironments(EnvironmentBatch):
             shown = ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
             raise EnvironmentFailure(f"environment {shown} returned an observation or reward that is NaN or infinite")
 
-    @property
-    def _own(self) -> Any:  # a vector environment
-        """The environment with the whole state; None if it has no `state_dict`, or if a wrapper may have a state."""
-        env: Any = self.env
-        while isinstance(env, TransformReward):
-            env = env.env
-        has_state = hasattr(env, "state_dict") and hasattr(env, "load_state_dict")
-        return env if env is env.unwrapped and has_state else None
+    def recorded(self) -> dict[str, Any]:
+        """Return the environment's own `state_dict()` and the last observations."""
+        return {"own": self._own.state_dict(), "observations": self.observations}
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the environment's own `state_dict()` and the observations; None if the environment has none."""
-        if (own := self._own) is None:
-            return None
-        resets_next = None if self._resets_next is None else self._resets_next.cpu()
-        observations = map_leaves(lambda x: x.to("cpu", copy=True), self.observations)
-        kept = {"observations": observations, "resets_next": resets_next}
-        return {"kind": "tensors", "environments": to_tensors(own.state_dict(), "environment.own"), **kept}
-
-    def load_state_dict(self, state: dict[str, Any]) -> tuple[np.ndarray[Any, Any], Nested] | None:
-        """Restore all environments; returns None if this is impossible, see `EnvironmentBatch.load_state_dict`."""
-        own = self._own
-        if state["kind"] != "tensors" or own is None:
-            return None
-        if len(first_leaf(state["observations"])) != self.num_envs:
-            return None
+    def restore(self, state: dict[str, Any]) -> tuple[np.ndarray[Any, Any], Nested]:
+        """Load a state after a reset; return the same as `EnvironmentPool.restore`."""
+        resets_next = self._resets_next
         device = first_leaf(self.reset()).device
-        own.load_state_dict(to_arrays(state["environments"]))
+        self._own.load_state_dict(state["own"])
         self.observations = map_leaves(lambda x: x.to(device), state["observations"])
-        self._resets_next = None if state["resets_next"] is None else state["resets_next"].to(device)
+        self._resets_next = None if resets_next is None else resets_next.to(device)
         return np.ones(self.num_envs, bool), self.observations
 
 
