@@ -114,13 +114,13 @@ class CheckedArrays(VectorWrapper):
         own: Any = self.env
         return {"own": own.state_dict(), "observations": self._observations}
 
-    def restore(self, state: dict[str, Any]) -> tuple[Array, Nested]:
+    def restore(self, state: dict[str, Any]) -> tuple[Array, Nested, dict[str, Any]]:
         """Load a state after a reset; return the same as `EnvironmentPool.restore`."""
         self.reset(seed=self._seed)
         own: Any = self.env
         own.load_state_dict(state["own"])
         self._observations = state["observations"]
-        return np.ones(self.num_envs, bool), self._observations
+        return np.ones(self.num_envs, bool), self._observations, {}
 
 
 def check_values(env: Any, observations: Nested, infos: Any, **rows: Any) -> bool:
@@ -250,19 +250,19 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
             records.append(lost if record is None else record)
         return records
 
-    def restore(self, records: list[dict[str, Any]]) -> tuple[Array, Nested]:
+    def restore(self, records: list[dict[str, Any]]) -> tuple[Array, Nested, dict[str, Any]]:
         """Restore environments from their records; return which are exact, `[B]`, and the observations, `[B, ...]`.
 
-        Environments that are not exact have begun new episodes.
+        Environments that are not exact have begun new episodes, with the returned `info`.
         """
         self.tracker.restore(records)
         answers = self.call_each("restore", [(record,) for record in records])
         # None comes from a worker that was lost during the replay.
-        results = [(False, self.replace(i)[0]) if answer is None else answer for i, answer in enumerate(answers)]
-        exact, rows = zip(*results, strict=True)
+        results = [(False, *self.replace(i)) if answer is None else answer for i, answer in enumerate(answers)]
+        exact, rows, infos = zip(*results, strict=True)
         # Environments may return keys in any order, and lists instead of tuples.
         like = nested_paths(self.single_observation_space)
-        return np.array(exact), map_leaves(lambda _, *parts: np.stack(parts), like, *rows)
+        return np.array(exact), map_leaves(lambda _, *parts: np.stack(parts), like, *rows), batch_infos(infos)
 
 
 def together(outcomes: Sequence[Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
@@ -549,7 +549,7 @@ class EnvironmentBatch:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested] | None:
-        """Return the result of `EnvironmentPool.restore`; None for a state of another backend or of other options."""
+        """Return which environments are exact, `[B]`, and the observations; None for another backend or options."""
         if state["kind"] != self._kind_of_state or len(state["histories"]) != len(self._histories):
             return None
         environments = to_arrays(state["environments"])
@@ -559,12 +559,12 @@ class EnvironmentBatch:
             return None
         self._resets_next = to_arrays(state["resets_next"])
         with self._named("restore"):
-            exact, observations = self._base.restore(environments)
+            exact, observations, infos = self._base.restore(environments)
         if not exact.all():
             self._tracker.start(~exact)
         for history, memory in zip(self._histories, state["histories"], strict=True):
             history.load(to_arrays(memory))
-        return exact, self._begin_histories(~exact, observations, getattr(self._base, "restored_infos", {}))
+        return exact, self._begin_histories(~exact, observations, infos)
 
     def close(self) -> None:
         with self._named("close"):

@@ -231,20 +231,21 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             "own": own.state_dict() if self._has_own_state else None,
         }
 
-    def restore(self, record: dict[str, Any]) -> tuple[bool, Any]:
+    def restore(self, record: dict[str, Any]) -> tuple[bool, Any, dict[str, Any]]:
         """Restore an episode from a value of `recorded`, or begin one from a `stream_seed` and `episode`.
 
         Return whether observation, rewards and ends equal the recorded ones, and the current observation. Unless they
-        are equal, the next episode of the stream has begun.
+        are equal, the next episode of the stream has begun, with the returned `info`.
         """
         self.stream_seed, self.episode = record["stream_seed"], record["episode"]
         settings, self._settings = self._settings, record.get("settings", self._settings)
         exact = self._restore_episode(record)
         self._settings = settings
+        info: dict[str, Any] = {}
         if not exact:
             self.episode = record["episode"]
-            self.reset(options=self.first_options)
-        return exact, self._observation
+            _, info = self.reset(options=self.first_options)
+        return exact, self._observation, info
 
     def _restore_episode(self, record: dict[str, Any]) -> bool:
         """Restore the state of an episode with its own settings, and return whether it equals the recorded one."""

@@ -147,10 +147,10 @@ class ParallelEnvVector(VectorEnv):
         }
         return {"seed": self._seed, "copies": copies, "observations": map_leaves(np.copy, self._observations)}
 
-    def restore(self, state: dict[str, Any]) -> tuple[Array, Nested]:
+    def restore(self, state: dict[str, Any]) -> tuple[Array, Nested, dict[str, Any]]:
         """Replay the episodes of a state; return which rows see what they saw, `[B]`, and observations `[B, ...]`.
 
-        Copies whose observations differ begin new episodes, whose `info` is in `restored_infos`.
+        Copies whose observations differ begin new episodes, with the returned `info`.
         """
         exact = np.ones(self.num_envs, bool)
         infos: list[dict[str, Any]] = [{}] * self.num_envs
@@ -165,8 +165,7 @@ class ParallelEnvVector(VectorEnv):
             if not same:
                 exact[rows] = False
                 self._start(index, stored["episode"] + 1, infos)
-        self.restored_infos = batch_infos(infos) | self._absent()
-        return exact, self._concatenated()
+        return exact, self._concatenated(), batch_infos(infos) | self._absent()
 
     def _replay(self, index: int, stored: dict[str, Any], infos: list[dict[str, Any]]) -> None:
         env, rows = self.copies[index], self._rows_of(index)

@@ -115,14 +115,14 @@ class TensorEnvironments(EnvironmentBatch):
         """Return the environment's own `state_dict()` and the last observations."""
         return {"own": self._own.state_dict(), "observations": self.observations}
 
-    def restore(self, state: dict[str, Any]) -> tuple[np.ndarray[Any, Any], Nested]:
+    def restore(self, state: dict[str, Any]) -> tuple[np.ndarray[Any, Any], Nested, dict[str, Any]]:
         """Load a state after a reset; return the same as `EnvironmentPool.restore`."""
         resets_next = self._resets_next
         device = first_leaf(self.reset()).device
         self._own.load_state_dict(state["own"])
         self.observations = map_leaves(lambda x: x.to(device), state["observations"])
         self._resets_next = None if resets_next is None else resets_next.to(device)
-        return np.ones(self.num_envs, bool), self.observations
+        return np.ones(self.num_envs, bool), self.observations, {}
 
 
 def _check_tensors(env: VectorEnv[Any, Any, Any], observations: Nested) -> None:

@@ -127,7 +127,7 @@ def test_log_of_actions_is_bounded(monkeypatch):
     env = played(Random(), 50)
     assert env.recorded() == {"stream_seed": 7, "episode": 1}
     again = SeededEpisodes(Random())
-    exact, observation = again.restore(env.recorded())
+    exact, observation, _ = again.restore(env.recorded())
     assert not exact
     env.reset()
     env.step(0)
@@ -160,7 +160,7 @@ def test_environment_with_own_state_is_restored_without_a_log(monkeypatch):
     monkeypatch.setattr(episodes, "MAX_LOGGED_ACTIONS", 2)
     record = played(Owner(lengths=(9,))).recorded()
     assert record["own"] == {"count": 3}
-    exact, observation = SeededEpisodes(Owner(lengths=(9,))).restore(record)
+    exact, observation, _ = SeededEpisodes(Owner(lengths=(9,))).restore(record)
     assert exact and observation.tolist() == [1, 3]
 
 
@@ -223,7 +223,7 @@ def test_environment_with_own_state_in_a_stateful_wrapper_is_replayed():
     assert record["own"] is None
     env = SeededEpisodes(stacked())
     env.unwrapped.episode = 0  # the observation contains the number of episodes
-    exact, observation = env.restore(record)
+    exact, observation, _ = env.restore(record)
     assert exact
     np.testing.assert_array_equal(observation, record["observation"])
     np.testing.assert_array_equal(env.step(0)[0], played_on.step(0)[0])
@@ -326,7 +326,7 @@ def test_log_has_copies_of_actions_that_the_environment_overwrites():
     env.reset(seed=7)
     for _ in range(3):
         env.step(np.ones(2, np.float32))
-    exact, observation = SeededEpisodes(Halves()).restore(env.recorded())
+    exact, observation, _ = SeededEpisodes(Halves()).restore(env.recorded())
     assert exact and observation.tolist() == [1.5, 1.5]
 
 

@@ -233,7 +233,7 @@ def test_replayed_copies_continue_with_the_same_steps():
     env, resumed = (make_relays(4, state="joint") for _ in range(2))
     env.reset(seed=5)
     play(env, 3)  # the first agents have left
-    exact, observations = resumed.restore(env.recorded())
+    exact, observations, _ = resumed.restore(env.recorded())
     assert exact.all() and observations["state"].tolist() == env._observations["state"].tolist()
     assert play(resumed, 9) == play(env, 9)
     assert made[0].seeds[1:] and env.recorded()["seed"] == resumed.recorded()["seed"] == 5
@@ -244,7 +244,7 @@ def test_copies_that_cannot_be_replayed_begin_the_next_episode():
     for one in (env, resumed):
         one.reset(seed=5)
     env.step(np.zeros(2, int))
-    exact, observations = resumed.restore(env.recorded())
+    exact, observations, _ = resumed.restore(env.recorded())
     assert not exact.any() and observations[0, 2] < 1 and resumed.recorded()["copies"]["0"] == {"episode": 1}
 
 
@@ -256,7 +256,7 @@ def test_copies_that_raise_in_the_replay_begin_the_next_episode():
     env.reset(seed=5)
     env.step(np.zeros(2, int))
     made[-1].step = refuse
-    exact, _ = resumed.restore(env.recorded())
+    exact, *_ = resumed.restore(env.recorded())
     assert not exact.any() and resumed.recorded()["copies"]["0"] == {"episode": 1}
 
 

@@ -200,8 +200,6 @@ class ReadMasks(gymnasium.Wrapper[Any, Any, Any, Any]):
     def __init__(self, env: gymnasium.Env[Any, Any], source: str) -> None:
         super().__init__(env)
         self._source = MaskSource(source, env.observation_space, env.action_space)
-        self.masks: Nested = None
-        """The masks of the current observation."""
         if self._source.kind != "observation":
             self._source.learn(env, self._find)
             self.metadata = {**env.metadata, MASKS: self._source.mask_space}
@@ -224,12 +222,12 @@ class ReadMasks(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _with_masks(self, observation: Nested, info: dict[str, Any]) -> dict[str, Any]:
         source = self._source
         if is_observed := source.kind == "observation":
-            self.masks = source.observed(observation)[0]
+            masks = source.observed(observation)[0]
         else:
-            self.masks = source.read(source.by_name(self._find(info)))
-        if (found := source.layout.nothing_allowed(self.masks)) is not None:
+            masks = source.read(source.by_name(self._find(info)))
+        if (found := source.layout.nothing_allowed(masks)) is not None:
             raise ValueError(source.complaint(found[0]))
-        return info if is_observed else {**info, MASKS: self.masks}
+        return info if is_observed else {**info, MASKS: masks}
 
 
 class MaskedActions(History):
@@ -292,10 +290,6 @@ class MaskedActions(History):
 
     def _find(self, which: Array, infos: dict[str, Any]) -> Any:
         source = self._source
-        if self._are_read and MASKS not in infos:  # a resumed run has begun new episodes
-            everything = source.everything()  # for lost workers
-            pool: Any = self._env.unwrapped
-            return map_stacked(np.stack, [everything if x is None else x for x in pool.call("masks")])
         name = MASKS if self._are_read else source.name
         if source.kind == "method" and not self._are_read:
             return _called(self._env, name)

@@ -402,7 +402,7 @@ def test_environment_with_own_state_and_masks_is_restored_from_its_state():
     record = episodes.recorded()
     assert record["own"] == {"count": 0}
     again = SeededEpisodes(ReadMasks(WithState(**kwargs_of("discrete")), "info.action_mask"))
-    exact, found = again.restore(record)
+    exact, found, _ = again.restore(record)
     assert exact and np.array_equal(found, observation)
 
 
