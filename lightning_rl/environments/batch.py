@@ -18,7 +18,6 @@ from gymnasium.vector.utils import batch_space, create_empty_array, iterate
 from gymnasium.wrappers.vector import TransformReward
 
 from lightning_rl.environments.contract import (
-    EPISODE,
     FAILURE,
     IDLE,
     LOST,
@@ -435,7 +434,7 @@ class EnvironmentBatch:
             observations, rewards, terminated, truncated, infos = self.env.step(actions)
         except BaseException as error:  # not `_named`, which costs a microsecond
             self._raise_named(error, "step")
-        failed = self._note_failures(infos, terminated | truncated) if FAILURE in infos else ()
+        failed = self._note_failures(infos) if FAILURE in infos else ()
         if rewards.dtype.kind == "f" and not surely_finite(rewards):
             self._check_rows(partial(find_not_finite, "reward"), rewards)
         ended = terminated | truncated
@@ -573,19 +572,18 @@ class EnvironmentBatch:
             finally:
                 self.env.closed = True  # or the destructor of the environment would close it again
 
-    def _note_failures(self, infos: dict[str, Any], ended: Array) -> list[int]:
+    def _note_failures(self, infos: dict[str, Any]) -> list[int]:
         """Note which environments were replaced, and return the environments whose step has no outcome."""
         for index in np.flatnonzero(infos[f"_{FAILURE}"]).tolist():
             self._failures += infos[FAILURE][index]
-            # `step` starts the next episode of an environment that ended one.
-            self._tracker.start_at(index, int(infos[EPISODE][index]) - int(ended[index]))
+            self._tracker.restart(index, len(infos[FAILURE][index]))
         return np.flatnonzero(infos[f"_{LOST}"]).tolist() if LOST in infos else []
 
     def _reset(self, **kwargs: Any) -> tuple[Nested, dict[str, Any]]:  # the arguments of `VectorEnv.reset`
         with self._named("reset"):
             observations, infos = self.env.reset(**kwargs)
         if FAILURE in infos:
-            self._note_failures(infos, np.zeros(self.num_envs, bool))
+            self._note_failures(infos)
         return observations, infos
 
     def _with_finals(self, observations: Nested, finals: Nested, indices: list[int]) -> Nested:

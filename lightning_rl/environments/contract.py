@@ -24,9 +24,9 @@ TRAINING, EVALUATION, SAMPLING, MINIBATCHES, TESTING, ACTORS, FILMING = range(7)
 """Roles: the first branch of the tree of seeds."""
 MAX_RESTARTS_IN_A_ROW = 3
 """An environment that fails again after so many restarts without a completed step ends the run."""
-FAILURE, LOST, EPISODE = "lightning_rl/failure", "lightning_rl/lost", "lightning_rl/episode"
-"""Keys of the `info` of a replaced environment: a list with a message for each restart; whether the failed step has no
-outcome; the episode of the stream that has begun."""
+FAILURE, LOST = "lightning_rl/failure", "lightning_rl/lost"
+"""Keys of the `info` of a replaced environment: a list with a message for each restart, which begins the next episode;
+and whether the failed step has no outcome."""
 IDLE = "lightning_rl/idle"
 """Key of the `info` of a step: rows that ignored their action because they wait for other rows, `[B]`."""
 ABSENT = "lightning_rl/absent"
@@ -301,8 +301,9 @@ class EpisodeTracker:
         self.episodes += which
         self.began[which] = self.clock + in_steps
 
-    def start_at(self, index: int, episode: int) -> None:
-        self.episodes[index] = episode
+    def restart(self, index: int, times: int) -> None:
+        """Start the next episode of an environment after each of some restarts."""
+        self.episodes[index] += times
         self.began[index] = self.clock
 
     def where(self, index: int) -> tuple[int, int, int]:

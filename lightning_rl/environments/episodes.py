@@ -15,7 +15,6 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.environments.contract import (
-    EPISODE,
     FAILURE,
     LOST,
     MAX_RESTARTS_IN_A_ROW,
@@ -346,8 +345,8 @@ class RestartingEpisodes(SeededEpisodes):
     """Seeded episodes of an environment that is replaced when it fails; its stream continues with the next episode.
 
     NaN, infinity and every failure of `SeededEpisodes` count. A failed step returns the first observation of the new
-    episode, a reward of 0 and no end of an episode; its `info` has `FAILURE`, `LOST` and `EPISODE`. An
-    `EnvironmentFailure` is raised after `MAX_RESTARTS_IN_A_ROW` restarts without a completed step in between.
+    episode, a reward of 0 and no end of an episode; its `info` has `FAILURE` and `LOST`. An `EnvironmentFailure` is
+    raised after `MAX_RESTARTS_IN_A_ROW` restarts without a completed step in between.
     """
 
     def __init__(self, make: Callable[[], gymnasium.Env[Any, Any]], index: int = 0, evaluation: bool = False) -> None:
@@ -357,9 +356,11 @@ class RestartingEpisodes(SeededEpisodes):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         try:
-            return self._checked_reset(seed, options)
+            observation, info = super().reset(seed=seed, options=options)
+            map_leaves(self._check_finite, self._paths, observation)
         except EnvironmentFailure as failure:
             return self._restart(failure)
+        return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         try:
@@ -375,34 +376,23 @@ class RestartingEpisodes(SeededEpisodes):
     def next_episode(self, stream_seed: int, episode: int, settings: EnvSettings) -> tuple[Any, dict[str, Any]]:
         """Begin the episode after `episode` of the stream of a lost worker process."""
         self.stream_seed, self.episode, self._settings = stream_seed, episode, settings
-        observation, info = self.reset(options=self.first_options)
-        return observation, info | {EPISODE: self.episode}
-
-    def _checked_reset(self, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
-        observation, info = super().reset(seed=seed, options=options)
-        map_leaves(self._check_finite, self._paths, observation)
-        return observation, info
+        return self.reset(options=self.first_options)
 
     def _restart(self, failure: EnvironmentFailure) -> tuple[Any, dict[str, Any]]:
-        failures: list[str] = []
-        while True:
-            failures.append(str(failure))
-            self._restarts_in_a_row += 1
-            if self._restarts_in_a_row > MAX_RESTARTS_IN_A_ROW:
-                give_up(failure)
-            with contextlib.suppress(Exception, SystemExit):  # the first failure is the one to report
-                self.env.close()
-            try:
-                self.env = self._make()
-                observation, info = self._checked_reset(None, self.first_options)
-            except EnvironmentFailure as error:
-                failure = error
-            except BaseException as error:
-                if not is_failure(error):
-                    raise
-                failure = self._failure(f"raised in the making of a new environment: {summary(error)}")
-            else:
-                return observation, info | {FAILURE: failures, EPISODE: self.episode}
+        self._restarts_in_a_row += 1
+        if self._restarts_in_a_row > MAX_RESTARTS_IN_A_ROW:
+            give_up(failure)
+        with contextlib.suppress(Exception, SystemExit):  # the first failure is the one to report
+            self.env.close()
+        try:
+            self.env = self._make()
+        except Exception as error:
+            again = self._failure(f"raised in the making of a new environment: {summary(error)}")
+            self.episode += 1  # as after a reset that fails
+            observation, info = self._restart(again)
+        else:
+            observation, info = self.reset(options=self.first_options)
+        return observation, info | {FAILURE: [str(failure), *info.get(FAILURE, ())]}
 
     def _check_finite(self, path: str, x: Any, name: str = "observation") -> None:
         rows = np.asarray(x)[None]
