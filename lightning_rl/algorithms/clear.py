@@ -14,7 +14,7 @@ from lightning_rl.algorithms.impala import IMPALA
 from lightning_rl.nested import map_leaves
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import on_grid, set_common_weight
-from lightning_rl.rollouts.replay import ReplayPolicy, UnrollMemory, drop_unless_alike, layout_of_unrolls
+from lightning_rl.rollouts.replay import ReplayPolicy, UnrollMemory, layout_of_unrolls
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.checks import check_memory
@@ -72,7 +72,7 @@ class CLEAR(IMPALA):
 
     def update(self, rollout: Rollout) -> None:
         steps = self.batch(rollout)
-        drop_unless_alike(self.kept, layout_of_unrolls(rollout), "replay")
+        self.kept.begin_layout(layout_of_unrolls(rollout))
         if len(self.kept):
             earlier, old = self.kept.gather(self.draw(rollout.shape[1]))
             earlier, old = earlier.to(self.device), map_leaves(lambda x: x.to(self.device), old)

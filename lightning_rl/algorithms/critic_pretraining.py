@@ -15,7 +15,7 @@ from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.environments.wrappers.transforms import RewardClip
 from lightning_rl.policies.values import on_rows, with_recomputed_values
 from lightning_rl.rollouts.batch import Batch
-from lightning_rl.rollouts.replay import UnrollMemory, drop_unless_alike, layout_of_unrolls
+from lightning_rl.rollouts.replay import UnrollMemory, layout_of_unrolls
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.advantages import AdvantageEstimator
@@ -152,7 +152,7 @@ class CriticPretraining(OnPolicyAlgorithm):
 
     def with_replay(self, rollout: Rollout, batch: Batch) -> Batch:
         """Return a batch of the steps of a rollout and of stored unrolls, or `batch` while none are stored."""
-        drop_unless_alike(self.kept, layout_of_unrolls(rollout), "replay")
+        self.kept.begin_layout(layout_of_unrolls(rollout))
         if not len(self.kept):
             return batch
         num_new = rollout.shape[1]

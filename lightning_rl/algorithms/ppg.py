@@ -20,7 +20,7 @@ from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.networks.mlp import HeadLinear
 from lightning_rl.rollouts.batch import Batch, on_grid, set_global_weights
-from lightning_rl.rollouts.replay import Layout, RolloutMemory, drop_unless_alike
+from lightning_rl.rollouts.replay import RolloutMemory
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.spaces import SpaceOrDict
@@ -243,7 +243,6 @@ class PPG(PPO):
 
     def store_rollout(self, rollout: Rollout, batch: Batch) -> None:
         """Store a rollout for the auxiliary phase; `batch` has its steps, with their indices t · B + b as `places`."""
-        drop_unless_alike(self.kept, Layout.of(rollout.shape, rollout.memory, rollout.burn_in), "the policy phase")
         length, _ = rollout.shape
         fields = {"observations": map_leaves(lambda x: x[:length], rollout.observations)}
         for name in ("values", "returns", *({"weights"} & batch.fields.keys())):

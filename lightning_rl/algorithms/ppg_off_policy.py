@@ -13,7 +13,7 @@ from lightning_rl.algorithms.ppg import PPG
 from lightning_rl.distributed import all_reduce, exact_dtype
 from lightning_rl.nested import map_leaves
 from lightning_rl.rollouts.batch import Batch
-from lightning_rl.rollouts.replay import Layout, UseLimitedBuffer, drop_unless_alike
+from lightning_rl.rollouts.replay import UseLimitedBuffer
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.checks import check_memory
@@ -139,7 +139,6 @@ class OffPolicyPPG(PPG):
         """Learn the policy from one batch and the value from the other; store the latter for the auxiliary phase."""
         names = ("observations", "values", "returns", "weights")
         kept = {name: x for name, x in samples.value.fields.items() if name in names}
-        drop_unless_alike(self.kept, Layout((1, len(samples.value))), "the policy phase")
         self.kept.append(map_leaves(lambda x: x.unsqueeze(0), kept))
         on_device = move_data_to_device([samples.policy.fields, samples.value.fields], self.device)
         policy, value = map(self._as_batch, on_device)

@@ -25,6 +25,8 @@ Fields = dict[str, Nested]
 class Replay(ABC):
     """A bounded memory of earlier steps that an update can change and roll back."""
 
+    layout: Layout | None = None
+    """Layout of all rollouts; None if there are none."""
     _before: Any = None
 
     def begin(self) -> None:
@@ -46,10 +48,12 @@ class Replay(ABC):
     def num_bytes(self) -> int:
         """Size of all tensors."""
 
-    @property
-    def layout(self) -> Layout | None:
-        """Layout of all rollouts; None if there are none."""
-        return None
+    def begin_layout(self, layout: Layout) -> None:
+        """Remove rollouts of another layout than the next ones, which have this one, and log it."""
+        if self.layout not in (None, layout):
+            rank_zero_info(f"Stored rollouts have {self.layout}, new ones {layout}: the stored ones are dropped")
+            self.clear()
+        self.layout = layout
 
     @abstractmethod
     def clear(self) -> None:
@@ -89,13 +93,6 @@ class Layout(NamedTuple):
     def __str__(self) -> str:
         of_memory = f" with {self.num_states} stored states and a burn-in of {self.burn_in}" if self.num_states else ""
         return f"shape {self.shape}{of_memory}"
-
-
-def drop_unless_alike(memory: Replay, layout: Layout, name: str) -> None:
-    """Clear a memory whose rollouts differ from the next one in `layout`, and log that `name` restarts without them."""
-    if memory.layout not in (None, layout):
-        rank_zero_info(f"Stored rollouts have {memory.layout}, new ones {layout}: {name} drops the stored ones")
-        memory.clear()
 
 
 def num_bytes(x: Nested) -> int:
@@ -220,18 +217,6 @@ class UseLimitedBuffer(Replay):
         self._remove_used()  # `max_use` may be smaller now
 
 
-class _KeptRollout(NamedTuple):
-    fields: Any
-    valid: Any
-    starts: Any
-    states: Any
-    burn_in: int = 0
-
-    @property
-    def layout(self) -> Layout:
-        return Layout.of(tuple(first_leaf(self.fields).shape[:2]), self.states, self.burn_in)
-
-
 class RolloutMemory(Replay):
     """The latest rollouts `[T, B, ...]`, all of one layout; `capacity` is their maximum number.
 
@@ -240,7 +225,9 @@ class RolloutMemory(Replay):
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._kept: list[_KeptRollout] = []
+        self.layout = None
+        # `fields`, and what `append` got of `valid`, `starts` and `states`.
+        self._kept: list[dict[str, Nested]] = []
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -255,12 +242,8 @@ class RolloutMemory(Replay):
         return (0, 0) if self.layout is None else self.layout.shape
 
     @property
-    def layout(self) -> Layout | None:
-        return self._kept[0].layout if self._kept else None
-
-    @property
     def num_bytes(self) -> int:
-        return sum(num_bytes(x) for kept in self._kept for x in kept[:-1] if x is not None)
+        return sum(map(num_bytes, self._kept))
 
     def append(
         self,
@@ -272,32 +255,29 @@ class RolloutMemory(Replay):
     ) -> None:
         """Copy fields `[T, B, ...]` of one rollout into the memory; the other arguments are attributes of `Rollout`.
 
-        A full memory, or a layout that differs from earlier rollouts, raises a `ValueError`.
+        Earlier rollouts of another layout are removed.
         """
-        if self.is_full:
-            raise ValueError(f"the memory holds {len(self)} rollouts already, expected fewer than {self.capacity}")
-        given = _KeptRollout(fields, valid, starts, states, burn_in)
-        if self.layout not in (None, given.layout):
-            raise ValueError(f"the rollout has {given.layout}, expected {self.layout} like those before it")
-        parts = {name: x for name, x in given._asdict().items() if name != "burn_in" and x is not None}
-        self._kept.append(given._replace(**map_leaves(copy_to_memory, parts)))
+        length, num_envs = first_leaf(fields).shape[:2]
+        self.begin_layout(Layout.of((length, num_envs), states, burn_in))
+        given = {"fields": fields, "valid": valid, "starts": starts, "states": states}
+        self._kept.append(map_leaves(copy_to_memory, {name: x for name, x in given.items() if x is not None}))
 
     def clear(self) -> None:
-        self._kept = []
+        self._kept, self.layout = [], None
 
     def write(self, name: str, addresses: Tensor, values: Nested) -> None:
         """Write one field of the steps at `addresses`, `[N]`; a new field is 0 elsewhere."""
-        if name not in self._kept[0].fields:
+        if name not in self._kept[0]["fields"]:
             zeros = map_leaves(lambda x: x.new_zeros(*self.shape, *x.shape[1:], device="cpu"), values)
             self._kept = [
-                kept._replace(fields={**kept.fields, name: map_leaves(torch.clone, zeros)}) for kept in self._kept
+                kept | {"fields": {**kept["fields"], name: map_leaves(torch.clone, zeros)}} for kept in self._kept
             ]
         for index, (mask, local) in self._by_rollout(addresses).items():
 
             def put(storage: Tensor, x: Tensor, mask: Tensor = mask, local: Tensor = local) -> None:
                 storage.flatten(0, 1)[local] = x.detach().cpu()[mask]
 
-            map_leaves(put, self._kept[index].fields[name], values)
+            map_leaves(put, self._kept[index]["fields"][name], values)
 
     def steps(self) -> Tensor:
         valid = self._all_valid()
@@ -313,19 +293,19 @@ class RolloutMemory(Replay):
         addresses = first_steps.flatten() + num_envs * torch.arange(length).unsqueeze(1)
         valid = torch.cat(list(self._all_valid()), 1)
         no_starts, no_states = torch.zeros(length, num_envs, dtype=torch.bool), torch.zeros(1, num_envs)
-        starts = torch.cat([no_starts if kept.starts is None else kept.starts for kept in self._kept], 1)
-        states = [no_states if kept.states is None else kept.states for kept in self._kept]
-        together = map_stacked(lambda xs: torch.cat(xs, 1), states)
-        rows, sequences = cut(valid, starts, together, self._kept[0].burn_in, addresses)
+        starts = torch.cat([kept.get("starts", no_starts) for kept in self._kept], 1)
+        states = map_stacked(lambda xs: torch.cat(xs, 1), [kept.get("states", no_states) for kept in self._kept])
+        assert self.layout is not None
+        rows, sequences = cut(valid, starts, states, self.layout.burn_in, addresses)
         return addresses.flatten()[rows], sequences
 
     def _all_valid(self) -> Tensor:
         everything = torch.ones(self.shape, dtype=torch.bool)
-        return torch.stack([everything if k.valid is None else k.valid for k in self._kept] or [everything])
+        return torch.stack([kept.get("valid", everything) for kept in self._kept] or [everything])
 
     def gather(self, addresses: Tensor, only: str | None = None) -> Fields:
         """Return copies of steps, each field of shape `[*addresses.shape, ...]`; with `only`, at most that field."""
-        every = add_missing_weights([kept.fields for kept in self._kept])
+        every = add_missing_weights([kept["fields"] for kept in self._kept])
         wanted = [{n: x for n, x in fields.items() if only in (None, n)} for fields in every]
         if not wanted[0]:
             return {}
@@ -350,24 +330,26 @@ class RolloutMemory(Replay):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rollouts as tensors, without copies: stored rollouts do not change."""
-        return {"rollouts": [kept._asdict() for kept in self._kept]}
+        return {"rollouts": [*self._kept], "layout": self.layout and tuple(self.layout)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore rollouts. If they fill the memory, the oldest are dropped, so that the next rollout fits."""
         excess = len(state["rollouts"]) - self.capacity
-        self._kept = [_KeptRollout(**kept) for kept in state["rollouts"][excess + 1 if excess >= 0 else 0 :]]
+        self._kept = state["rollouts"][excess + 1 if excess >= 0 else 0 :]
+        self.layout = Layout(*state["layout"]) if self._kept else None
 
 
 ReplayPolicy = Literal["reservoir", "fifo"]
 _NOT_BY_TIME = ("next_values", "final_indices", "final_observations", "infos")
-_OTHERS = ("final_steps", "final_observations", "burn_in")
+_OTHERS = ("final_steps", "final_observations")
 
 
 class _KeptUnroll(NamedTuple):
-    """One unroll; the unrolls with the smallest rank are dropped first."""
+    """One unroll; the unrolls with the smallest rank are dropped first: `draw`, a random number, or `number`."""
 
     rank: float
     number: int
+    draw: float
     fields: Fields
 
 
@@ -380,6 +362,7 @@ class UnrollMemory(Replay):
     def __init__(self, max_bytes: int, policy: ReplayPolicy = "reservoir") -> None:
         self.max_bytes = max_bytes
         self.policy = policy
+        self.layout = None
         self._kept: list[_KeptUnroll] = []  # a heap
         self._bytes = 0
         self._number = 0
@@ -391,40 +374,35 @@ class UnrollMemory(Replay):
     def num_bytes(self) -> int:
         return self._bytes
 
-    @property
-    def layout(self) -> Layout | None:
-        if not self._kept:
-            return None
-        fields = self._kept[0].fields
-        return Layout.of((len(first_leaf(fields["actions"])), 1), fields.get("memory"), fields["burn_in"])
-
     def append(self, rollout: Rollout, generator: torch.Generator | None = None, **per_step: Nested) -> None:
         """Copy the unroll of each environment, with further tensors `[T, B, ...]`, and drop unrolls that do not fit.
 
-        A layout that differs from earlier unrolls raises a `ValueError`, and an unroll without room a
-        `ConfigurationError`.
+        Earlier unrolls of another layout are removed. An unroll without room raises a `ConfigurationError`.
         """
-        if self.layout not in (None, layout := layout_of_unrolls(rollout)):
-            raise ValueError(f"the unrolls have {layout}, expected {self.layout} like those before them")
+        self.begin_layout(layout_of_unrolls(rollout))
         unrolls = _columns(rollout, per_step)
-        largest = max(map(_size, unrolls))
+        largest = max(map(num_bytes, unrolls))
         expected = f"at least {largest / 2**30:.3g}: the unroll of one environment takes {largest} bytes"
         check(largest <= self.max_bytes, "replay_memory_gib", self.max_bytes / 2**30, expected)
         draws = torch.rand(len(unrolls), generator=generator, dtype=torch.float64).tolist()
         for draw, fields in zip(draws, unrolls, strict=True):
-            rank = draw if self.policy == "reservoir" else float(self._number)
-            heapq.heappush(self._kept, _KeptUnroll(rank, self._number, fields))
-            self._bytes += _size(fields)
+            self._push(self._number, draw, fields)
             self._number += 1
         self._drop_excess()
 
+    def _push(self, number: int, draw: float, fields: Fields) -> None:
+        rank = draw if self.policy == "reservoir" else number
+        heapq.heappush(self._kept, _KeptUnroll(rank, number, draw, fields))
+        self._bytes += num_bytes(fields)
+
     def _drop_excess(self) -> None:
         while self._bytes > self.max_bytes:
-            self._bytes -= _size(heapq.heappop(self._kept).fields)
+            self._bytes -= num_bytes(heapq.heappop(self._kept).fields)
 
     def gather(self, indices: Tensor) -> tuple[Rollout, Fields]:
         """Return copies of the unrolls `[N]`: a rollout `[T, N]`, its `next_values` NaN, and the `per_step` tensors."""
-        return _together([self._kept[index].fields for index in indices.tolist()])
+        assert self.layout is not None
+        return _together([self._kept[index].fields for index in indices.tolist()], self.layout.burn_in)
 
     def draw(self, count: float, generator: torch.Generator) -> Tensor:
         """Return random indices of about `count` unrolls, at least one, with replacement."""
@@ -432,35 +410,29 @@ class UnrollMemory(Replay):
 
     def beside(self, rollout: Rollout, indices: Tensor) -> Rollout:
         """Return a copy of a rollout on the CPU, with the unrolls with indices `[N]` as further environments."""
-        return _together([*_columns(rollout, {}), *(self._kept[index].fields for index in indices.tolist())])[0]
+        columns = [*_columns(rollout, {}), *(self._kept[index].fields for index in indices.tolist())]
+        return _together(columns, rollout.burn_in)[0]
 
     def clear(self) -> None:
-        self._kept, self._bytes = [], 0
+        self._kept, self._bytes, self.layout = [], 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the unrolls as tensors and numbers, without copies: stored unrolls do not change."""
-        return {"kept": [kept._asdict() for kept in self._kept], "number": self._number, "policy": self.policy}
+        kept = [kept._asdict() for kept in self._kept]
+        return {"kept": kept, "number": self._number, "layout": self.layout and tuple(self.layout)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the unrolls of a memory of any size and policy; those that do not fit are dropped."""
-        self._kept, self._number = [_KeptUnroll(**kept) for kept in state["kept"]], state["number"]
-        if state["policy"] != self.policy:
-            generator = torch.Generator().manual_seed(self._number)
-            draws = torch.rand(len(self._kept), generator=generator, dtype=torch.float64).tolist()
-            ranks = draws if self.policy == "reservoir" else [float(kept.number) for kept in self._kept]
-            self._kept = [kept._replace(rank=rank) for kept, rank in zip(self._kept, ranks, strict=True)]
-            heapq.heapify(self._kept)
-        self._bytes = sum(_size(kept.fields) for kept in self._kept)
+        self.clear()
+        for kept in state["kept"]:
+            self._push(kept["number"], kept["draw"], kept["fields"])
+        self._number, self.layout = state["number"], state["layout"] and Layout(*state["layout"])
         self._drop_excess()
 
 
 def layout_of_unrolls(rollout: Rollout) -> Layout:
     """Return the layout of the unrolls of a rollout."""
     return Layout.of((rollout.shape[0], 1), rollout.memory, rollout.burn_in)
-
-
-def _size(fields: Fields) -> int:
-    return num_bytes({name: x for name, x in fields.items() if name != "burn_in"})
 
 
 def _columns(rollout: Rollout, per_step: Fields) -> list[Fields]:
@@ -475,11 +447,11 @@ def _columns(rollout: Rollout, per_step: Fields) -> list[Fields]:
         own = environments == index
         column: Fields = map_leaves(lambda x, index=index: x[:, index].clone(), by_time)
         column |= {"final_steps": steps[own], "final_observations": map_leaves(itemgetter(own), finals)}
-        columns.append(column | {"burn_in": rollout.burn_in})
+        columns.append(column)
     return columns
 
 
-def _together(columns: Sequence[Fields]) -> tuple[Rollout, Fields]:
+def _together(columns: Sequence[Fields], burn_in: int) -> tuple[Rollout, Fields]:
     by_time = add_missing_weights([{n: x for n, x in column.items() if n not in _OTHERS} for column in columns])
     fields = map_stacked(lambda xs: torch.stack(xs, 1), by_time)
     per_step: Fields = fields.pop("per_step")
@@ -492,7 +464,7 @@ def _together(columns: Sequence[Fields]) -> tuple[Rollout, Fields]:
         next_values=torch.full_like(fields["values"], torch.nan),
         final_indices=torch.stack([steps, environments], 1),
         final_observations=finals,
-        burn_in=columns[0]["burn_in"],
+        burn_in=burn_in,
         policy_version=-1,
     )
     return rollout, per_step

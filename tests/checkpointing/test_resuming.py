@@ -532,20 +532,20 @@ def test_torch_file_without_a_checkpoint_is_rejected_with_its_path(content, tmp_
 
 
 @pytest.mark.parametrize(
-    ("name", "changed", "was", "now", "what"),
+    ("name", "changed", "was", "now"),
     [
-        ("ppg_sequences", {"sequence_length": 4}, (24, 3, 3, 5), (24, 3, 6, 5), "the policy phase"),
-        ("ppg_sequences", {"burn_in": 0}, (24, 3, 3, 5), (24, 3, 3, 0), "the policy phase"),
-        ("clear_with_memory", {"sequence_length": 4}, (24, 1, 3, 5), (24, 1, 6, 5), "replay"),
-        ("clear_with_memory", {"burn_in": 0}, (24, 1, 3, 5), (24, 1, 3, 0), "replay"),
+        ("ppg_sequences", {"sequence_length": 4}, (24, 3, 3, 5), (24, 3, 6, 5)),
+        ("ppg_sequences", {"burn_in": 0}, (24, 3, 3, 5), (24, 3, 3, 0)),
+        ("clear_with_memory", {"sequence_length": 4}, (24, 1, 3, 5), (24, 1, 6, 5)),
+        ("clear_with_memory", {"burn_in": 0}, (24, 1, 3, 5), (24, 1, 3, 0)),
     ],
 )
-def test_replays_with_another_sequence_layout_are_dropped(name, changed, was, now, what, resume, caplog):
+def test_replays_with_another_sequence_layout_are_dropped(name, changed, was, now, resume, caplog):
     memory = SETTINGS[name][1]["policy"]["memory"] | changed
     model, (message,) = resume(name, stop=7, model={"policy": {"memory": memory}})
     assert message.startswith("Resuming with policy.memory=")
     layouts = [f"shape {x[:2]} with {x[2]} stored states and a burn-in of {x[3]}" for x in (was, now)]
-    dropped = f"Stored rollouts have {layouts[0]}, new ones {layouts[1]}: {what} drops the stored ones"
+    dropped = f"Stored rollouts have {layouts[0]}, new ones {layouts[1]}: the stored ones are dropped"
     assert caplog.messages.count(dropped) == 1
     # The dropped rollout is missing from the phase, which needs three more. Nine unrolls are new.
     assert len(model.kept) == (0 if name == "ppg_sequences" else 9)
@@ -553,6 +553,6 @@ def test_replays_with_another_sequence_layout_are_dropped(name, changed, was, no
 
 def test_new_batch_size_restarts_the_phase(resume, caplog):
     model, _ = resume("ppg_off_policy", stop=5, model={"batch_size": 16})
-    dropped = "Stored rollouts have shape (1, 32), new ones shape (1, 16): the policy phase drops the stored ones"
+    dropped = "Stored rollouts have shape (1, 32), new ones shape (1, 16): the stored ones are dropped"
     assert caplog.messages.count(dropped) == 1
     assert (len(model.kept), model.kept.shape) == (2, (1, 16))

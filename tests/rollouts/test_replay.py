@@ -113,17 +113,24 @@ def test_a_rollout_is_copied():
     assert memory.gather(torch.tensor([5]))["returns"].tolist() == [21]
 
 
-def test_the_memory_is_bounded_and_of_one_layout():
+def test_the_memory_is_bounded_and_of_one_layout(caplog):
+    caplog.set_level("INFO")
     memory = filled(None, None, None)
     assert (len(memory), memory.is_full) == (3, False)
-    with pytest.raises(ValueError, match=r"has shape \(2, 2\), expected shape \(3, 2\) like those"):
-        memory.append({"returns": torch.zeros(2, 2)})
-    with pytest.raises(ValueError, match=r"has shape \(3, 2\) with 1 stored states and a burn-in of 0, expected shape"):
-        memory.append(rollout(3), None, torch.zeros(LENGTH, NUM_ENVS, dtype=torch.bool), torch.zeros(1, NUM_ENVS, 4))
     memory.append(rollout(3))
     assert memory.is_full
-    with pytest.raises(ValueError, match="holds 4 rollouts already"):
-        memory.append(rollout(4))
+    no_starts, states = torch.zeros(LENGTH, NUM_ENVS, dtype=torch.bool), torch.zeros(1, NUM_ENVS, 4)
+    memory.append(rollout(3), None, no_starts, states)
+    assert len(memory) == 1
+    memory.append({"returns": torch.zeros(2, 2)})
+    assert (len(memory), memory.shape) == (1, (2, 2))
+    dropped = [
+        "Stored rollouts have shape (3, 2), new ones shape (3, 2) with 1 stored states and a burn-in of 0: the stored "
+        "ones are dropped",
+        "Stored rollouts have shape (3, 2) with 1 stored states and a burn-in of 0, new ones shape (2, 2): the stored "
+        "ones are dropped",
+    ]
+    assert caplog.messages == dropped
     memory.clear()
     assert (len(memory), memory.num_bytes, memory.shape, len(memory.steps())) == (0, 0, (0, 0), 0)
 
@@ -494,8 +501,10 @@ def test_the_oldest_unrolls_leave_a_reservoir_that_becomes_fifo():
         assert numbers_of(other) == [4, 5]
 
 
-def test_unrolls_must_have_the_same_layout():
+def test_unrolls_of_another_layout_are_removed(caplog):
+    caplog.set_level("INFO")
     memory = UnrollMemory(2000)
     memory.append(unrolls())
-    with pytest.raises(ValueError, match=r"have shape \(5, 1\), expected shape \(3, 1\) like those"):
-        memory.append(unrolls(length=5))
+    memory.append(unrolls(length=5, first=2))
+    assert numbers_of(memory) == [2, 3]
+    assert caplog.messages == ["Stored rollouts have shape (3, 1), new ones shape (5, 1): the stored ones are dropped"]
