@@ -81,58 +81,35 @@ def _describe_nested(space: spaces.Dict | spaces.Tuple[Any], field: str) -> Spac
 
 def space_from_dict(spec: SpaceOrDict) -> spaces.Space[Any]:
     """Return the space that `space_to_dict` described, or a space unchanged; else raise a `ConfigurationError`."""
-    if isinstance(spec, spaces.Space):
-        return spec
-    expected = "expected a description made by space_to_dict"
-    if not isinstance(spec, dict):
-        raise ConfigurationError(f"space: {spec!r} is no space: {expected}")
     try:
         return _build(spec)
-    except ConfigurationError:
-        raise
-    except KeyError as error:
-        raise ConfigurationError(f"space: {spec} lacks {error}: {expected}") from None
     except Exception as error:  # Gymnasium asserts, and raises errors of several types
-        raise ConfigurationError(f"space: {spec} describes none ({error}): {expected}") from error
+        problem = f"is no space ({type(error).__name__}: {error})"
+        raise ConfigurationError(f"space: {spec!r} {problem}: expected a description made by space_to_dict") from error
 
 
-def _build(spec: SpaceDict) -> spaces.Space[Any]:
-    match spec.get("type"):
+def _build(spec: SpaceOrDict) -> spaces.Space[Any]:
+    if isinstance(spec, spaces.Space):
+        return spec
+    options = {**spec}
+    match options.pop("type", None):
         case "Box":
-            shape, dtype = tuple(spec["shape"]), np.dtype(spec["dtype"])
-            low, high = (np.broadcast_to(np.asarray(spec[key], dtype), shape) for key in ("low", "high"))
+            shape, dtype = tuple(options["shape"]), np.dtype(options["dtype"])
+            low, high = (np.broadcast_to(np.asarray(options[key], dtype), shape) for key in ("low", "high"))
             return spaces.Box(low, high, shape, dtype.type)
         case "Discrete":
-            more: dict[str, Any] = {"dtype": spec["dtype"]} if "dtype" in spec else {}
-            return spaces.Discrete(spec["n"], start=spec["start"], **more)
+            return spaces.Discrete(**options)
         case "MultiDiscrete":
-            return spaces.MultiDiscrete(spec["nvec"], dtype=spec.get("dtype", np.int64), start=spec["start"])
+            return spaces.MultiDiscrete(**options)
         case "MultiBinary":
-            return spaces.MultiBinary(spec["n"])
+            return spaces.MultiBinary(**options)
         case "ActionMask":
-            return ActionMask(spec["n"], spec["given"])
+            return ActionMask(**options)
         case "Dict":
-            return spaces.Dict({key: space_from_dict(value) for key, value in spec["spaces"].items()})
+            return spaces.Dict({key: _build(part) for key, part in options["spaces"].items()})
         case "Tuple":
-            return spaces.Tuple([space_from_dict(value) for value in spec["spaces"]])
-        case other:
-            raise ConfigurationError(f"space: type {other!r} is unknown: expected a description made by space_to_dict")
-
-
-def differing(found: spaces.Space[Any], expected: spaces.Space[Any]) -> tuple[str, str]:
-    """Return texts for two different spaces, without the bounds of single entries if the texts differ without them."""
-    brief = _brief(found), _brief(expected)
-    return brief if brief[0] != brief[1] else (str(found), str(expected))
-
-
-def _brief(space: spaces.Space[Any]) -> str:
-    if isinstance(space, spaces.Dict):
-        return f"Dict({', '.join(f'{key!r}: {_brief(part)}' for key, part in space.items())})"
-    if isinstance(space, spaces.Tuple):
-        return f"Tuple({', '.join(map(_brief, space))})"
-    if isinstance(space, spaces.Box) and any(isinstance(_bound(bound), list) for bound in (space.low, space.high)):
-        return f"Box({space.shape}, {space.dtype})"
-    return str(space)
+            return spaces.Tuple([_build(part) for part in options["spaces"]])
+    raise ValueError("it has no known type")
 
 
 def is_image(space: spaces.Space[Any]) -> bool:

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 from lightning_rl.masks import ActionMask
-from lightning_rl.spaces import differing, space_from_dict, space_to_dict
+from lightning_rl.spaces import space_from_dict, space_to_dict
 from lightning_rl.validation import ConfigurationError
 
 SPACES = [
@@ -77,13 +77,3 @@ def test_action_masks_differ_from_multi_binary_and_work_in_vector_environments()
     concatenate(mask, [np.array([1, 0, 1], np.int8)] * 2, batch)
     assert batch.tolist() == [[1, 0, 1]] * 2 and batch.dtype == np.int8
     assert batch_space(mask, 2).contains(batch) and mask.contains(mask.sample())
-
-
-def test_differing_spaces_are_described_briefly():
-    low = np.array([-4.8, -np.inf], np.float32)
-    vector, wider = spaces.Box(low, -low), spaces.Box(2 * low, -2 * low)
-    nested = spaces.Dict({"pole": vector, "arm": spaces.Tuple((spaces.Discrete(2), vector))})
-    brief = "Dict('arm': Tuple(Discrete(2), Box((2,), float32)), 'pole': Box((2,), float32))"
-    assert differing(nested, spaces.Discrete(3)) == (brief, "Discrete(3)")
-    # If nothing else differs, the bounds are shown.
-    assert differing(vector, wider) == (str(vector), str(wider))

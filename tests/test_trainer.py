@@ -445,22 +445,21 @@ def test_without_logging_monitored_returns_are_the_ones_of_the_last_epoch():
         (
             "Acrobot-v1",
             "CartPole-v1",
-            "observation_space=Box((6,), float32) of Acrobot-v1 does not fit: expected Box((4,), float32), the space "
-            "that PPO was made for",
+            r"observation_space=Box\(.*, \(6,\), float32\) of Acrobot-v1 does not fit: expected Box\(.*, \(4,\), "
+            r"float32\), the space that PPO was made for",
         ),
         (
             "MountainCarContinuous-v0",
             "MountainCar-v0",
-            "action_space=Box(-1.0, 1.0, (1,), float32) of MountainCarContinuous-v0 does not fit: expected "
-            "Discrete(3), the space that PPO was made for",
+            r"action_space=Box\(-1.0, 1.0, \(1,\), float32\) of MountainCarContinuous-v0 does not fit: expected "
+            r"Discrete\(3\), the space that PPO was made for",
         ),
     ],
 )
 def test_environments_with_other_spaces_than_the_model_are_refused(env_id, data_of_model, expected, stage):
     model = make_model(make_data(data_of_model))
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(ConfigurationError, match=f"^{expected}$"):
         getattr(make_trainer(), stage)(model, make_data(env_id))
-    assert str(caught.value) == expected
 
 
 def test_the_base_of_the_algorithms_is_none():

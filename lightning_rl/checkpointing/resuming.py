@@ -16,7 +16,7 @@ from lightning_rl.checkpointing.atomic import AtomicCheckpointIO
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format, is_weights_only
 from lightning_rl.files import check_intact
 from lightning_rl.policies.sharding import load_optimizer
-from lightning_rl.spaces import differing, space_from_dict
+from lightning_rl.spaces import space_from_dict
 from lightning_rl.training.normalizers import reward_scale
 from lightning_rl.training.optimizers import SCHEDULER, has_own_critic_optimizer, optimizers_and_schedulers
 from lightning_rl.training.parameter_groups import SCALE
@@ -95,9 +95,9 @@ def check_fits(checkpoint: Mapping[str, Any], module: Any) -> None:  # an algori
     stored, own = checkpoint[CHECKPOINT_KEY]["options"], module.options
     for name in ("observation_space", "action_space"):
         if stored[name] != own[name]:
-            found, expected = differing(space_from_dict(own[name]), space_from_dict(stored[name]))
             raise ConfigurationError(
-                f"{name}={found} does not fit the checkpoint: expected {expected}, the space it was trained with"
+                f"{name}={space_from_dict(own[name])} does not fit the checkpoint: expected "
+                f"{space_from_dict(stored[name])}, the space it was trained with"
             )
     different = [name for name in _MEANING_OPTIONS if _meaning(name, stored) != _meaning(name, own)]
     own_state = module.state_dict()

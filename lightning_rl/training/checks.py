@@ -37,7 +37,7 @@ from lightning_rl.nested import space_leaves
 from lightning_rl.options import changed
 from lightning_rl.policies.actor_critic import check_modes_agree
 from lightning_rl.policies.networks.make import network_to_plain_data
-from lightning_rl.spaces import differing, observation_dtype, space_to_dict
+from lightning_rl.spaces import observation_dtype, space_to_dict
 from lightning_rl.training.metrics import COLLECTED, OF_EPISODES, histogram_loggers
 from lightning_rl.training.optimizers import (
     SCHEDULER,
@@ -276,10 +276,9 @@ def check_spaces(model: Any, data: object) -> None:  # an algorithm
     for name in ("observation_space", "action_space"):
         space = getattr(data, name, None)
         if space is not None and space_to_dict(space) != model.options[name]:
-            found, expected = differing(space, getattr(model, name))
             env_id = getattr(getattr(data, "spec", None), "env_id", "the environments")
             raise ConfigurationError(
-                f"{name}={found} of {env_id} does not fit: expected {expected}, the space that "
+                f"{name}={space} of {env_id} does not fit: expected {getattr(model, name)}, the space that "
                 f"{type(model).__name__} was made for"
             )
 

@@ -143,7 +143,7 @@ STEP_LR = "torch.optim.lr_scheduler.StepLR"
         ({"num_epochs": 2**63}, r"num_epochs=9223372036854775808 is not valid: expected an integer of 64 bits"),
         ({"policy": {"critic_only": 1}}, r"policy.critic_only=1 is not valid: expected a list of names"),
         ({"observation_space": 3}, r"observation_space: int is not supported"),
-        ({"observation_space": {"type": "Discrete", "n": -1, "start": 0}}, r"space: .* describes none"),
+        ({"observation_space": {"type": "Discrete", "n": -1, "start": 0}}, r"space: .* is no space"),
     ],
 )
 def test_invalid_values_raise_in_the_constructor(options, message):

@@ -1037,10 +1037,7 @@ def test_a_class_of_ones_own_that_is_not_there_is_said_with_what_was_meant(capsy
     ("command", "expected"),
     [
         ("fit", "env_id='Acrobot-v1' does not fit the checkpoint: expected 'CartPole-v1'"),
-        (
-            "test",
-            r"observation_space=Box\(\(6,\), float32\) does not fit the checkpoint: expected Box\(\(4,",
-        ),
+        ("test", r"observation_space=Box\(.*, \(6,\), float32\) does not fit the checkpoint: expected Box\(.*, \(4,"),
     ],
 )
 def test_a_checkpoint_of_another_environment_is_refused_and_nothing_is_written(capsys, command, expected):
