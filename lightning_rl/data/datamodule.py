@@ -166,7 +166,6 @@ class RolloutDataModule(LightningDataModule):
         self._sampler = Sampler(self.spec, num_envs, rollout_length, self.info_keys)
         self._source: Actors | None = None
         self._evaluator = Evaluator(self.eval_spec, self.evaluation.num_envs)
-        self._filming: Evaluator | None = None
         self._while_waiting: Callable[[], None] | None = None
         # Policy version of the latest rollout that was begun.
         self._collected_version: int | None = None
@@ -325,8 +324,6 @@ class RolloutDataModule(LightningDataModule):
                 self._sampler.close()
             finally:
                 self._evaluator.close()
-                if self._filming is not None:
-                    self._filming.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return seed, environments of all ranks (on rank 0 only) and options; a collective call."""
@@ -556,19 +553,15 @@ class RolloutDataModule(LightningDataModule):
 
         `role` selects the seeds, `EVALUATION` or `TESTING`; `record` keeps observations, actions and rewards.
         """
-        evaluator = self._filming if record and self._filming is not None else self._evaluator
         ranks = self._attached.world_size
         shares = [len(range(rank, self.evaluation.episodes, ranks)) for rank in range(ranks)]
         first = sum(shares[: self._rank])
-        return self._run_episodes(evaluator, shares[self._rank], role, record, first)
+        return self._run_episodes(self._evaluator, range(first, first + shares[self._rank]), role, record)
 
-    def _run_episodes(
-        self, evaluator: Evaluator, num_episodes: int, role: int, record: bool = False, first_number: int = 0
-    ) -> list[Episode]:
+    def _run_episodes(self, evaluator: Evaluator, numbers: range, role: int, record: bool = False) -> list[Episode]:
         policy, _, dtype, device = self._policy()
         path = self._seed, role, self._rank
         options = {"dtype": dtype, "deterministic": self.evaluation.deterministic, "record": record}
-        numbers = range(first_number, first_number + num_episodes)
         with self._rank_named(), self._attached.precision_plugin.forward_context():
             episodes = evaluator.run_episodes(policy, numbers, path, device, self.num_agents, **options)
         if evaluator.environments is not None:
@@ -591,15 +584,13 @@ class RolloutDataModule(LightningDataModule):
         `films` receives the frames of each episode, numbered from 0; for `env_kwargs` see `check_filmable`.
         """
         with contextlib.closing(Evaluator(self.eval_spec.for_filming(env_kwargs), None, films)) as evaluator:
-            return self._run_episodes(evaluator, num_episodes, FILMING)
+            return self._run_episodes(evaluator, range(num_episodes), FILMING)
 
     def film_predictions(self, films: FilmMaker | None, env_kwargs: dict[str, Any] | None = None) -> None:
-        """Film the same episodes of `predict` from now on, numbered over all ranks; None stops filming."""
-        if self._filming is not None:
-            self._filming.close()
-        self._filming = None
-        if films is not None:
-            self._filming = Evaluator(self.eval_spec.for_filming(env_kwargs), self.evaluation.num_envs, films)
+        """Film the same evaluation episodes from now on, numbered over all ranks; None stops filming."""
+        self._evaluator.close()
+        spec = self.eval_spec if films is None else self.eval_spec.for_filming(env_kwargs)
+        self._evaluator = Evaluator(spec, self.evaluation.num_envs, films)
 
 
 def options_of_run(
