@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +41,6 @@ from lightning_rl.environments import (
     spaces_of,
 )
 from lightning_rl.environments.contract import EVALUATION, FILMING, TESTING
-from lightning_rl.environments.registry import find_spec
 from lightning_rl.files import read_data
 from lightning_rl.options import (
     changed,
@@ -69,6 +67,13 @@ from lightning_rl.validation import (
 
 T = TypeVar("T")
 _SECONDS_BEFORE_HINT = 60.0
+# What may be faster than a backend whose environments take most of the time.
+_FASTER = {
+    "sync": "backend='native' or 'envpool', if they have this environment, or on several cores backend='async', a "
+    "process for each environment, or actors.count, with an algorithm that corrects for older policies",
+    "async": "backend='native' or 'envpool', if they have this environment, or a num_envs of about the number of cores",
+}
+_LARGER = "a larger num_envs with a shorter rollout_length, since environments step together"
 # Names <name> of `rollout/<name>` in the log that `info_keys` must leave free.
 _LOGGED = (
     *(f"episode_{of}{end}" for of in ("return", "length") for end in ("", "_min", "_max")),
@@ -484,25 +489,8 @@ class RolloutDataModule(LightningDataModule):
         if (share := self._env_seconds / elapsed) > 0.5:
             rank_zero_info(
                 f"environments take {share:.0%} of the time (time/env_seconds), with backend={self.spec.backend!r} and "
-                f"num_envs={self.num_envs}; try {'; '.join(self._faster_settings())}"
+                f"num_envs={self.num_envs}; try {_FASTER.get(self.spec.backend, _LARGER)}"
             )
-
-    def _faster_settings(self) -> Iterator[str]:
-        has_affinity = hasattr(os, "sched_getaffinity")  # the cores of the job, not of the machine
-        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-        backend = self.spec.backend
-        if backend in ("sync", "async"):
-            if getattr(find_spec(self.spec.env_id), "vector_entry_point", None) is not None:
-                yield "backend='native', which this environment supports"
-            yield "backend='envpool', if EnvPool has this environment"
-        if backend == "sync" and cores > 1:
-            yield f"backend='async', a process for each environment, on {cores} cores"
-        if backend == "async" and self.num_envs > 2 * cores:
-            yield f"fewer environments: their processes share {cores} cores"
-        if backend in ("native", "envpool", "torch"):
-            yield "a larger num_envs with a shorter rollout_length, since environments step together"
-        if cores > 1 and backend not in ("async", "torch"):
-            yield "actors.count, with an algorithm that corrects for older policies"
 
     @contextlib.contextmanager
     def _rank_named(self) -> Iterator[None]:

@@ -11,8 +11,6 @@ from lightning_rl import RolloutDataModule
 @pytest.fixture
 def hints(monkeypatch, caplog):
     """A function that returns the hint after each rollout, None where there was none."""
-    monkeypatch.setattr("os.cpu_count", lambda: 64)  # of the machine
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {2, 3, 5, 7}, raising=False)  # of the job
 
     def run(env_seconds, between=10.0, backend="sync", num_envs=8):
         data, found = RolloutDataModule("CartPole-v1", num_envs, backend=backend), []
@@ -36,8 +34,8 @@ def test_hint_comes_once_after_a_minute_and_names_other_backends(hints):
     assert found[6].startswith(
         "environments take 70% of the time (time/env_seconds), with backend='sync' and num_envs=8"
     )
-    assert "backend='native', which this environment supports" in found[6]
-    assert "backend='async', a process for each environment, on 4 cores" in found[6]
+    assert "backend='native' or 'envpool', if they have this environment" in found[6]
+    assert "backend='async', a process for each environment" in found[6]
 
 
 def test_no_hint_if_learning_takes_as_long_in_the_first_minute(hints):
@@ -51,8 +49,6 @@ def test_the_first_rollout_does_not_count(hints):
 
 def test_ideas_depend_on_the_backend(hints):
     asynchronous = next(filter(None, hints([9.0] * 20, backend="async", num_envs=16)))
-    assert (
-        "fewer environments: their processes share 4 cores" in asynchronous and "backend='async'," not in asynchronous
-    )
+    assert "a num_envs of about the number of cores" in asynchronous and "backend='async'," not in asynchronous
     native = next(filter(None, hints([9.0] * 20, backend="native")))
     assert "a larger num_envs" in native and "backend='native'," not in native
