@@ -285,7 +285,7 @@ class Collector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[int] | None:
-        """Restore a state, and return the environments that began new episodes; None if none could be restored."""
+        """Restore a state in a new collector, and return the environments that began other episodes; None for all."""
         if len(state["generator"]) == len(self.generator.get_state()):  # the same kind of device
             self.generator.set_state(state["generator"].cpu())
         restored = None if state["environments"] is None else self.environments.load_state_dict(state["environments"])
@@ -294,15 +294,13 @@ class Collector:
         exact, observations = restored
         self._put(-1, observations)
         self._started = True
-        for own, name, new in (
-            (self._returns, "returns", 0),
-            (self._lengths, "lengths", 0),
-            (self._episode_starts, "episode_starts", True),
-        ):
-            stored = state[name].numpy()[: len(own)]
-            own[: len(stored)] = np.where(exact[: len(stored)], stored, new)
+        stored = exact[: len(state["returns"])]  # environments that the stored run did not have are not lost
+        kept = np.flatnonzero(stored)
+        own = {"returns": self._returns, "lengths": self._lengths, "episode_starts": self._episode_starts}
+        for name, x in own.items():
+            x[kept] = state[name].numpy()[kept]
         self.memory.load_state_dict(state["memory"], exact, self.generator.device)
-        return [int(index) for index in np.flatnonzero(~exact)]
+        return np.flatnonzero(~stored).tolist()
 
     def _policy_row(self, t: int) -> Nested:
         return self._to_device(self._rows[t], self.generator.device) if self._moves_observations else self._rows[t]
@@ -439,8 +437,6 @@ def restore(collector: Collector, states: Sequence[dict[str, Any] | None], rank:
         if steps >= _MANY_STEPS:
             rank_zero_info(f"Replaying {steps:,} recorded steps of {name} to resume the unfinished episodes")
         fresh = collector.load_state_dict(state) if state else None
-        if fresh:  # environments that the stored run did not have are not lost
-            fresh = [index for index in fresh if index < len(state["returns"])]
     ranks, lost = gather_ranks(fresh), []
     for index, indices in enumerate(ranks):
         if indices is None or indices:
@@ -499,23 +495,19 @@ class Sampler:
         if self._collector is not None:
             self._collector.environments.set_env_settings(settings)
 
-    def store_state(self, is_finished: bool) -> None:
-        """Keep the state for a checkpoint that is saved after `close`, if the learner has finished the last rollout."""
-        if self._collector is not None:
-            self._last_state = None
-            if is_finished:
-                with contextlib.suppress(EnvironmentFailure):
-                    self._last_state = self._collector.state_dict()
-
     def restart_episodes(self) -> bool:
         """Count a start without restoring environments; return whether the run was resumed."""
         self.starts += 1
         resumed, self._restored, self._last_state = bool(self._restored), [], None
         return resumed
 
-    def close(self) -> None:
+    def close(self, keeps_state: bool = False) -> None:
+        """Close the environments; their state may be kept for a checkpoint that is saved later."""
         collector, self._collector = self._collector, None
         if collector is not None:
+            if keeps_state:
+                with contextlib.suppress(EnvironmentFailure):
+                    self._last_state = collector.state_dict()
             collector.environments.close()
 
     def state_dict(self) -> dict[str, Any]:

@@ -323,10 +323,9 @@ class RolloutDataModule(LightningDataModule):
             self._source.close()
             self._source = None
         self._while_waiting = None
-        self._sampler.store_state(is_finished=not self.rollout_pending)
         with self._rank_named():
             try:
-                self._sampler.close()
+                self._sampler.close(keeps_state=not self.rollout_pending)
             finally:
                 self._evaluator.close()
 

@@ -22,7 +22,7 @@ def assert_restored(env_id: str, num_envs: tuple[int, int] = (3, 3), **options) 
     policy.act = lambda x, *_, act=policy.act: act(x, deterministic=True)  # type: ignore[method-assign]
     for _ in range(3):
         collectors[0].collect(policy)
-    assert collectors[1].load_state_dict(collectors[0].state_dict()) == list(range(num_envs[0], num_envs[1]))
+    assert collectors[1].load_state_dict(collectors[0].state_dict()) == []
     expected, found = (collector.collect(policy) for collector in collectors)
     both = slice(min(num_envs))
     for name in ("observations", "rewards", "actions", "terminated", "truncated"):
