@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from torch import Tensor
 
 from lightning_rl.data.datamodule import RolloutDataModule
-from lightning_rl.environments.contract import TRAINING, derive_seed, limits_of_choices
+from lightning_rl.environments.contract import TRAINING, derive_seed, find_bad
 from lightning_rl.files import load_plain, save_file
 from lightning_rl.masks import MaskLayout, component_names, find_masks, has_choices, num_choices
 from lightning_rl.nested import Nested, leaves, map_leaves, map_paths, map_space, map_stacked, part_at, space_leaves
@@ -31,13 +31,14 @@ from lightning_rl.spaces import observation_dtype
 from lightning_rl.validation import ConfigurationError, check, check_installed
 
 _MINARI = "minari:"
+_PARTS = ("observations", "actions", "rewards")
 
 
 def save_episodes(episodes: Sequence[Episode], path: str | Path) -> None:
     """Write episodes to a file of tensors and numbers, or raise a `ConfigurationError` if one is not recorded."""
     content = []
     for episode in _checked(episodes):
-        arrays = {name: getattr(episode, name) for name in ("observations", "actions", "rewards")}
+        arrays = {part: getattr(episode, part) for part in _PARTS}
         content.append(
             {
                 **map_leaves(lambda x: torch.from_numpy(np.array(x)), arrays),
@@ -58,34 +59,29 @@ def load_episodes(source: str | Path) -> list[Episode]:
         return list(read_minari(str(source).removeprefix(_MINARI), f"episodes={str(source)!r}"))
     expected = f"a file that save_episodes wrote, or {_MINARI!r} and the id or folder of a data set of Minari"
     content = load_plain(source, "episodes", expected)
-    check(isinstance(content, dict) and "episodes" in content, "episodes", str(source), expected)
-    arrays = ("observations", "actions", "rewards")
     try:
         return [
-            Episode(**fields | {name: map_leaves(np.asarray, fields[name]) for name in arrays})
+            Episode(**fields | {part: map_leaves(np.asarray, fields[part]) for part in _PARTS})
             for fields in content["episodes"]
         ]
-    except (KeyError, TypeError):
+    except (LookupError, TypeError):
         raise ConfigurationError(f"episodes={str(source)!r} is not valid: expected {expected}") from None
 
 
 def _checked(episodes: Sequence[Episode]) -> Sequence[Episode]:
-    expected = "recorded episodes, as Trainer.predict returns them"
+    expected = "recorded episodes of at least one step, as Trainer.predict returns them"
     are_episodes = isinstance(episodes, Sequence) and all(isinstance(episode, Episode) for episode in episodes)
     check(are_episodes, "episodes", episodes, expected)
-    parts = ("observations", "actions", "rewards")
-    are_recorded = bool(episodes) and all(getattr(e, part) is not None for e in episodes for part in parts)
-    check(are_recorded, "episodes", f"{len(episodes)} episodes", f"{expected}, with {', '.join(parts)}")
-    has_steps = any(len(episode.rewards) for episode in episodes)  # type: ignore[arg-type]
-    check(has_steps, "episodes", f"{len(episodes)} episodes without steps", "at least one step")
+    are_recorded = all(getattr(episode, part) is not None for episode in episodes for part in _PARTS)
+    have_steps = are_recorded and any(len(episode.rewards) for episode in episodes)  # type: ignore[arg-type]
+    check(have_steps, "episodes", f"{len(episodes)} episodes", f"{expected}, with {', '.join(_PARTS)}")
     for number, episode in enumerate(episodes):
-        steps = len(episode.rewards)  # type: ignore[arg-type]
-        lengths = {part: {len(x) for x in leaves(getattr(episode, part))} for part in ("observations", "actions")}
-        fits = lengths == {"observations": {steps + 1}, "actions": {steps}}
-        expected = f"{steps} actions, as many as rewards, and one more observation"
-        check(fits, f"episodes[{number}]: lengths", lengths, expected)
-        shape = np.shape(episode.rewards)  # type: ignore[arg-type]
-        check(len(shape) == 1, f"episodes[{number}]: shape of rewards", shape, "one number per step")
+        rewards = np.asarray(episode.rewards)
+        steps = len(rewards)
+        lengths = {part: {len(x) for x in leaves(getattr(episode, part))} for part in _PARTS}
+        fits = lengths == {"observations": {steps + 1}, "actions": {steps}, "rewards": {steps}}
+        expected = f"{steps} actions, as many as rewards, each a number, and one more observation"
+        check(fits and rewards.ndim == 1, f"episodes[{number}]: lengths", lengths, expected)
     return episodes
 
 
@@ -115,13 +111,10 @@ def _check_observations(space: spaces.Space[Any], seen: Nested, converted: Neste
         given, x = part_at(seen, path), part_at(converted, path)
         name = f"episodes: observations {path}".rstrip()
         check(x.shape[1:] == leaf.shape, name, x[0], f"observations in {leaf}")
-        is_float = x.dtype.kind == "f"
-        valid = {"finite numbers": np.isfinite(x)} if is_float else {f"numbers that are exact in {x.dtype}": x == given}
-        if (limits := limits_of_choices(leaf)) is not None:
-            valid[f"integers in {leaf}"] = (x >= limits[0]) & (x <= limits[1])
-        for expected, are_valid in valid.items():
-            if not are_valid.all():
-                check(False, name, float(given[~are_valid][0]), expected)
+        changed = given[x != given] if x.dtype.kind != "f" else given[:0]
+        check(not changed.size, name, changed[:1], f"numbers that are exact in {x.dtype}")
+        if (find := find_bad(path, leaf)) is not None and (bad := find(x)) is not None:
+            raise ConfigurationError(f"episodes: step {bad[0]} {bad[1]}")
         if isinstance(leaf, spaces.Box):  # no error: environments may return such observations too, with a warning
             least, most = x.min(0), x.max(0)
             if (outside := (least < leaf.low) | (most > leaf.high)).any():

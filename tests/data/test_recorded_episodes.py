@@ -258,17 +258,20 @@ def test_episodes_must_fit_the_spaces(tmp_path):
         ({"actions": np.full(8, 4)}, "expected integers in Discrete"),
         ({"actions": np.full(8, 6.5)}, "expected integers in Discrete"),
         ({"actions": np.eye(8, 3, dtype=int) + 5}, r"integers in Discrete\(3, start=5\), one action per step"),
-        ({"observations": np.full((9, 1), np.nan)}, "episodes: observations=.* expected finite numbers"),
+        (
+            {"observations": np.full((9, 1), np.nan)},
+            "episodes: step 0 returned observation .* expected a finite",
+        ),
         ({"rewards": None}, "episodes='1 episodes' .* observations, actions, rewards"),
         ({"rewards": np.ones(9)}, r"episodes\[0\]: lengths=.* expected 9 actions, as many as rewards"),
         ({"actions": np.full(7, 5)}, r"episodes\[0\]: lengths=.* expected 8 actions"),
         (
             {"rewards": np.ones((8, 2))},
-            r"episodes\[0\]: shape of rewards=\(8, 2\) .* one number per step",
+            r"episodes\[0\]: lengths=.* as many as rewards, each a number",
         ),
         (
             {"observations": np.ones((1, 1)), "actions": np.ones(0, int), "rewards": np.ones(0)},
-            "episodes='1 episodes without steps' is not valid: expected at least one step",
+            "episodes='1 episodes' is not valid: expected recorded episodes of at least one step",
         ),
     ],
 )
@@ -305,11 +308,11 @@ def test_recorded_actions_must_be_allowed_by_their_masks():
 @pytest.mark.parametrize(
     ("space", "value", "expected"),
     [
-        (spaces.Box(0, 255, (2,), np.uint8), 0.5, "numbers that are exact in uint8"),
-        (spaces.Box(0, 255, (2,), np.uint8), 256, "numbers that are exact in uint8"),
-        (spaces.Discrete(3, start=2), 5, r"integers in Discrete\(3, start=2\)"),
-        (spaces.MultiDiscrete([3, 4]), 3, r"integers in MultiDiscrete\(\[3 4\]\)"),
-        (spaces.MultiBinary(2), -1, r"integers in MultiBinary\(2\)"),
+        (spaces.Box(0, 255, (2,), np.uint8), 0.5, r"observations x=array.* numbers that are exact in uint8"),
+        (spaces.Box(0, 255, (2,), np.uint8), 256, r"observations x=array.* numbers that are exact in uint8"),
+        (spaces.Discrete(3, start=2), 5, r"step 4 .* observation x 5: .* element of Discrete\(3, start=2\)"),
+        (spaces.MultiDiscrete([3, 4]), 3, r"step 4 .* observation x \[3 3\]: .* element of MultiDiscrete\(\[3 4\]\)"),
+        (spaces.MultiBinary(2), -1, r"step 4 .* observation x \[-1 -1\]: .* element of MultiBinary\(2\)"),
     ],
 )
 def test_every_observation_must_be_in_the_space(space, value, expected):
@@ -317,9 +320,7 @@ def test_every_observation_must_be_in_the_space(space, value, expected):
     given = {"x": np.full((9, *space.shape), 1.0 if isinstance(space, spaces.MultiBinary) else 2.0)}
     given["x"][4] = value
     converted = map_leaves(lambda x: x.astype(space.dtype), given)
-    with pytest.raises(
-        ConfigurationError, match=rf"^episodes: observations x={float(value)} is .* expected {expected}"
-    ):
+    with pytest.raises(ConfigurationError, match=f"^episodes: {expected}"):
         _check_observations(spaces.Dict(x=space), given, converted)
 
 
