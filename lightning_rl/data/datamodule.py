@@ -79,11 +79,6 @@ _LOGGED = (
     *(f"episode_{of}{end}" for of in ("return", "length") for end in ("", "_min", "_max")),
     *("episodes", "env_restarts", "dropped", "actors_lost"),
 )
-# What a resumed run does with another value of an option.
-_EFFECTS = {
-    "num_envs": "; environments in the checkpoint are restored",
-    "seed": "; it seeds evaluation and new environments, restored environments keep their seeds",
-}
 
 
 class OnDemandLoader(Generic[T]):
@@ -335,8 +330,6 @@ class RolloutDataModule(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the environments at the next rollout; a seed that was passed to the constructor is kept."""
-        expected = f"a checkpoint with the state of RolloutDataModule: call super() in {type(self).__name__}.state_dict"
-        check("seed" in state_dict, "ckpt_path", [*state_dict], expected)
         if not self._seed_given:
             self.seed = state_dict["seed"]
         if self.trainer is None or self.trainer.state.fn == "fit":  # evaluation must not change a later training
@@ -345,8 +338,7 @@ class RolloutDataModule(LightningDataModule):
             before = state_dict["settings"]
             for name, value in self._settings.items():
                 if value != before.get(name, value):
-                    effect = _EFFECTS.get(name, "")
-                    rank_zero_info(f"Resuming with {name}={value!r} (before: {before[name]!r}){effect}")
+                    rank_zero_info(f"Resuming with {name}={value!r} (before: {before[name]!r})")
 
     def check_resumable(self, state_dict: Mapping[str, Any]) -> None:
         """Raise a `ConfigurationError` if a state is of another environment."""
@@ -451,12 +443,11 @@ class RolloutDataModule(LightningDataModule):
         self._missing_infos -= {key for key, values in (rollout.infos or {}).items() if not values.isnan().all()}
         self._rollouts += 1
         if rollout.episodes.returns or self._rollouts == self.rollouts_per_epoch:
-            first = "rollout" if self._rollouts == 1 else f"{self._rollouts} rollouts"
             # Gymnasium adds `_x`, which environments have the key `x`, and `final_...` at autoresets.
             known = [x for x in rollout.info_names if not x.startswith(("_", "final_", "lightning_rl/"))]
             for key in sorted(self._missing_infos):
                 rank_zero_warn(
-                    f"info_keys={key!r} did not appear in info during the first {first} "
+                    f"info_keys={key!r} did not appear in info before an episode or the first epoch ended "
                     f"(keys: {', '.join(known) or 'none'}){did_you_mean(key, known)}"
                 )
             self._missing_infos.clear()

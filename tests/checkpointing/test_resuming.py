@@ -323,7 +323,7 @@ def test_removed_adaptive_rule_resets_learning_rate(resume):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({"seed": 11}, "seed=11 (before: 3); it seeds evaluation and new environments"),
+        ({"seed": 11}, "seed=11 (before: 3)"),
         ({"env": {"kwargs": {"sutton_barto_reward": True}}}, "env.kwargs={'sutton_barto_reward': True} (before: {})"),
         (
             {"env": {"training_wrappers": ["tests.checkpointing.test_interruption.Interrupts"]}},
@@ -430,7 +430,7 @@ def test_new_number_of_environments_keeps_existing_ones(num_envs, backend, resum
 
     monkeypatch.setattr(RolloutDataModule, "collect", watched)
     model, messages = resume("continuous", data={"num_envs": num_envs, "backend": backend})
-    change = f"Resuming with num_envs={num_envs} (before: 3); environments in the checkpoint are restored"
+    change = f"Resuming with num_envs={num_envs} (before: 3)"
     assert [message for message in messages if "backend" not in message] == [change]
     ranks = torch.load(tmp_path / "first/after_4.ckpt", weights_only=True)["RolloutDataModule"]["ranks"]
     left = torch.stack([record["observation"] for record in ranks[0]["environments"]["environments"]])

@@ -720,7 +720,9 @@ def test_an_untrained_policy_is_evaluated_with_a_warning(capsys):
 def test_a_missing_info_key_is_one_warning():
     done = programs.run("-m", "lightning_rl", "fit", *SMALL, "--data.info_keys=[nothing]", "--max_env_steps=64")
     (line,) = unexpected(done.stderr)
-    assert line.endswith(": info_keys='nothing' did not appear in info during the first rollout (keys: none)")
+    assert line.endswith(
+        ": info_keys='nothing' did not appear in info before an episode or the first epoch ended (keys: none)"
+    )
 
 
 # ---------------------------------------------------------------------- errors

@@ -195,7 +195,8 @@ def test_missing_info_key_warns_once(recwarn):
         data.collect()
     data.teardown("fit")
     messages = [str(warning.message) for warning in recwarn]
-    assert messages.count("info_keys='nowhere' did not appear in info during the first rollout (keys: none)") == 1
+    expected = "info_keys='nowhere' did not appear in info before an episode or the first epoch ended (keys: none)"
+    assert messages.count(expected) == 1
 
 
 def test_misspelled_info_key_warns_after_the_first_episode(recwarn):
@@ -205,8 +206,8 @@ def test_misspelled_info_key_warns_after_the_first_episode(recwarn):
     data.teardown("fit")
     (message,) = [str(warning.message) for warning in recwarn if "info_keys" in str(warning.message)]
     expected = (
-        "info_keys='scroe' did not appear in info during the first rollout (keys: level, name, score); "
-        "did you mean score?"
+        "info_keys='scroe' did not appear in info before an episode or the first epoch ended (keys: level, name, "
+        "score); did you mean score?"
     )
     assert message == expected
 
