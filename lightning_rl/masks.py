@@ -154,9 +154,6 @@ class MaskLayout:
                 raise ConfigurationError(f"{name} has the shape {mask.shape}: expected {expected}")
             begins = np.cumsum([0, *(n for _, n in components[:-1])])
             self._parts.append(_Part(path, len(expected), components, begins))
-        masked = [name for part in self._parts for name, _ in part.components]
-        for name in masked:
-            check(masked.count(name) == 1, "action_mask", name, "one mask for each component, not one for its part too")
         # Components that depend on others come first: `allowed` passes their masks on to the others.
         self._links = sorted(self.given.items(), key=lambda link: -self._depth(link[0]))
 

@@ -191,7 +191,7 @@ class RolloutDataModule(LightningDataModule):
         """Return the data module of a checkpoint; see `OnPolicyAlgorithm.load_from_checkpoint`.
 
         A subclass with its own constructor has the options that it stores by `save_hyperparameters`; `kwargs` are the
-        others. An option that is missing, or that a checkpoint cannot hold, raises a `ConfigurationError`.
+        others. An option that a checkpoint cannot hold, and that is not passed, raises a `ConfigurationError`.
         """
         check(hparams_file is None, "hparams_file", hparams_file, "None; pass options as keyword arguments")
         checkpoint = read_data(checkpoint_path, map_location or "cpu", weights_only, "checkpoint_path")
@@ -201,11 +201,6 @@ class RolloutDataModule(LightningDataModule):
             stored = options_of_run(cls, state.get("settings", {}), kwargs, named) | stored
         with loading(trust):
             options = constructor_options(cls, stored) | with_changes(stored, kwargs, default_groups(cls))
-            try:
-                inspect.signature(cls).bind(**options)
-            except TypeError as error:
-                message = f"{cls.__name__}.load_from_checkpoint: {error}; pass it as a keyword argument"
-                raise ConfigurationError(message) from None
             data = cls(**options)
         if state:
             data.load_state_dict(state)

@@ -284,14 +284,6 @@ def test_rollback_restores_a_buffer():
     assert held(buffer) == [6, 2, 3, 4, 5]
 
 
-def test_gathered_places_must_be_filled_and_different():
-    buffer = UseLimitedBuffer(4, max_use=1)
-    for places in ([0], [0, 0]):
-        with pytest.raises(ValueError, match="different places that have a row"):
-            buffer.gather(torch.tensor(places))
-        buffer.append(rows([7]))
-
-
 def test_buffer_keeps_dtypes_and_reports_its_size():
     buffer = UseLimitedBuffer(10)
     assert buffer.num_bytes == 0
