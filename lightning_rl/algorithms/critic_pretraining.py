@@ -39,21 +39,18 @@ class ReturnEstimator(AdvantageEstimator):
     target = "discounted_return"
     vtrace_lambda = 1.0
 
+    @torch.no_grad()
     def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Return target minus value, and the value targets, `[T, B]`."""
         if self.target == "discounted_return":
             rewards, discounts = self.normalizers.rewards(rollout), rollout.discounts(self.gamma, self.on_truncation)
             returns = rl.td_lambda_returns(rewards, rollout.next_values, discounts, rollout.traces(1.0))
         else:
-            returns, _ = self.vtrace(rollout, self._log_rhos(rollout), self.vtrace_lambda)
+            steps = unroll(rollout)
+            log_probs = on_rows(self.policy, steps.batch)[0].log_prob(steps.batch.actions)
+            log_rhos = steps.grid(log_probs - steps.batch.log_probs, torch.zeros_like(rollout.values))
+            returns, _ = self.vtrace(rollout, log_rhos, self.vtrace_lambda)
         return returns - rollout.values, returns
-
-    @torch.no_grad()
-    def _log_rhos(self, rollout: Rollout) -> Tensor:
-        steps = unroll(rollout)
-        batch = steps.batch
-        log_rhos = on_rows(self.policy, batch)[0].log_prob(batch.actions) - batch.log_probs
-        return steps.grid(log_rhos, torch.zeros_like(rollout.values))
 
 
 class CriticPretraining(OnPolicyAlgorithm):

@@ -14,7 +14,7 @@ from lightning_rl.distributed import all_reduce
 from lightning_rl.environments.wrappers.transforms import RewardClip
 from lightning_rl.nested import Nested
 from lightning_rl.policies.distributions import Distribution
-from lightning_rl.policies.values import values_reached
+from lightning_rl.policies.values import with_recomputed_values
 from lightning_rl.rollouts.batch import Batch, set_common_weight
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
@@ -136,8 +136,9 @@ class IMPALA(OnPolicyAlgorithm):
     def vtrace(self, steps: Unroll, log_rhos: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return V-trace advantages and value targets, `[T, B]`, from log ratios and the learner's values, `[N]`."""
         rollout, estimator = steps.rollout, self.estimator
-        values = steps.grid(values, rollout.values)
-        reached = rollout.next_values if self.is_on_policy(rollout) else values_reached(self.policy, rollout, values)
+        values, reached = steps.grid(values, rollout.values), rollout.next_values
+        if not self.is_on_policy(rollout):
+            reached = with_recomputed_values(self.policy, rollout, values).next_values
         targets, advantages = rl.vtrace(
             steps.grid(log_rhos, torch.zeros_like(rollout.values)),
             self.normalizers.rewards(rollout),

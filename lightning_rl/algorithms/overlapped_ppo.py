@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.distributed import all_reduce
 from lightning_rl.nested import Nested
 from lightning_rl.policies.distributions import Distribution
-from lightning_rl.policies.values import log_probs_of, values_reached, with_recomputed_values
+from lightning_rl.policies.values import log_probs_of, with_recomputed_values
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.advantages import AdvantageEstimator
@@ -70,15 +69,13 @@ class OverlappedPPO(PPO):
     def reevaluated(self, rollout: Rollout) -> Rollout:
         """Return a copy with log-probabilities and values of the current policy, and its `log_rhos`, `[T, B]`."""
         if rollout.memory is None:
-            now = log_probs_of(self.policy, rollout.observations, rollout.actions)
-            result = with_recomputed_values(self.policy, rollout)
+            now, values = log_probs_of(self.policy, rollout.observations, rollout.actions), None
         else:
             steps = unroll(rollout)
-            distribution, values = self.actor_critic(steps.batch)
+            distribution, rows = self.actor_critic(steps.batch)
             now = steps.grid(distribution.log_prob(steps.batch.actions), rollout.log_probs)
-            result = copy.copy(rollout)
-            result.values = steps.grid(values, rollout.values)
-            result.next_values = values_reached(self.policy, rollout, result.values)
+            values = steps.grid(rows, rollout.values)
+        result = with_recomputed_values(self.policy, rollout, values)
         result.log_probs = now.to(rollout.log_probs.dtype)
         log_rhos = result.log_probs - rollout.log_probs
         result.log_rhos = log_rhos if rollout.valid is None else log_rhos.where(rollout.valid, 0)

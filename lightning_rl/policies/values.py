@@ -79,30 +79,21 @@ def in_chunks(function: Callable[[Nested], Nested], x: Nested, lead: int) -> Nes
 
 
 @torch.no_grad()
-def with_recomputed_values(policy: Policy, rollout: Rollout) -> Rollout:
-    """Return a copy of a rollout with the policy's current values; a recurrent policy unrolls from its first state."""
-    result = copy.copy(rollout)
-    result.values, result.next_values = _recompute_values(policy, rollout)
-    return result
+def with_recomputed_values(policy: Policy, rollout: Rollout, values: Tensor | None = None) -> Rollout:
+    """Return a copy of a rollout, of any policy, with this policy's current values.
 
-
-@torch.no_grad()
-def values_reached(policy: Policy, rollout: Rollout, values: Tensor) -> Tensor:
-    """Return the value of the observation that each step of a rollout led to, `[T, B]`; 0 for a terminal state.
-
-    `values` `[T, B]` are the policy's values of the rollout's observations; the rollout may be another policy's.
+    `values` `[T, B]` are the values of the rollout's observations, if they are known. A recurrent policy unrolls from
+    the rollout's first state.
     """
-    return _recompute_values(policy, rollout, values)[1]
-
-
-def _recompute_values(policy: Policy, rollout: Rollout, known: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    memory, values = RecurrentState(), None
+    result, memory, unrolled = copy.copy(rollout), RecurrentState(), None
     if rollout.memory is not None:
-        memory, values = _rerun(cast(RecurrentPolicy, policy), rollout)
-    values = values if known is None else known
+        memory, unrolled = _rerun(cast(RecurrentPolicy, policy), rollout)
     finals = Finals(rollout.final_indices, rollout.final_observations, memory.at(rollout.final_indices.tolist()))
-    here, reached = estimate_values(policy, rollout.observations, values, rollout.terminated, finals, memory.state)
-    return here.to(rollout.values.dtype), reached.to(rollout.values.dtype)
+    here, reached = estimate_values(
+        policy, rollout.observations, unrolled if values is None else values, rollout.terminated, finals, memory.state
+    )
+    result.values, result.next_values = here.to(rollout.values.dtype), reached.to(rollout.values.dtype)
+    return result
 
 
 def _rerun(policy: RecurrentPolicy, rollout: Rollout) -> tuple[RecurrentState, Tensor]:

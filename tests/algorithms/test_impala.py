@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_rl import A2C, CLEAR, IMPALA, PPO, FailedUpdate, Rollout
 from lightning_rl import functional as rl
-from lightning_rl.policies.values import values_reached, with_recomputed_values
+from lightning_rl.policies.values import with_recomputed_values
 from lightning_rl.training.minibatches import Unroll
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
@@ -134,7 +134,8 @@ def test_next_values_of_the_collection_are_used_for_the_same_policy():
 
     class Spy(Recorder):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Rollout, batch_idx: int) -> None:
-            seen.append((values_reached(pl_module.policy, batch, batch.values), batch.next_values.clone()))
+            now = with_recomputed_values(pl_module.policy, batch, batch.values)
+            seen.append((now.next_values, batch.next_values.clone()))
             assert len(batch.final_indices)
 
     make_trainer(callbacks=[Spy()]).fit(model, data)
