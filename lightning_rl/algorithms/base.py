@@ -25,6 +25,7 @@ from lightning_rl.checkpointing.resuming import take_over
 from lightning_rl.distributed import all_reduce, world_size
 from lightning_rl.nested import Nested, leaves
 from lightning_rl.options import (
+    OrDict,
     constructor_arguments,
     default_groups,
     defaults_of,
@@ -33,7 +34,7 @@ from lightning_rl.options import (
     refuse_unknown_options,
     types_of,
 )
-from lightning_rl.policies.actor_critic import POLICY_OPTIONS, ActorCritic, PolicyConfig, PolicyOptions, copy_to_cpu
+from lightning_rl.policies.actor_critic import POLICY_OPTIONS, ActorCritic, PolicyConfig, copy_to_cpu
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.interface import act
 from lightning_rl.policies.sharding import copy_whole, leave_optimizers_to_module, shard
@@ -45,16 +46,7 @@ from lightning_rl.spaces import SpaceOrDict, space_from_dict
 from lightning_rl.training import checks
 from lightning_rl.training.advantages import AdvantageEstimator, explained_variance
 from lightning_rl.training.clock import RATES, RunClock, ScheduledOptions, is_bounded
-from lightning_rl.training.config import (
-    AdvantageConfig,
-    AdvantageOptions,
-    DebugConfig,
-    DebugOptions,
-    NormalizationConfig,
-    NormalizationOptions,
-    OptimizerConfig,
-    OptimizerOptions,
-)
+from lightning_rl.training.config import AdvantageConfig, DebugConfig, NormalizationConfig, OptimizerConfig
 from lightning_rl.training.gradient_steps import GradientSteps, NotFiniteError
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.metrics import RolloutMetrics, StepMetric, action_saturation, log_histograms
@@ -132,11 +124,11 @@ class OnPolicyAlgorithm(LightningModule):
         *,
         learning_rate: Scheduled = 3e-4,
         gamma: float = 0.99,
-        policy: PolicyOptions = PolicyConfig(),
-        optimizer: OptimizerOptions = OptimizerConfig(),
-        advantages: AdvantageOptions = AdvantageConfig(),
-        normalization: NormalizationOptions = NormalizationConfig(),
-        debug: DebugOptions = DebugConfig(),
+        policy: OrDict[PolicyConfig] = PolicyConfig(),
+        optimizer: OrDict[OptimizerConfig] = OptimizerConfig(),
+        advantages: OrDict[AdvantageConfig] = AdvantageConfig(),
+        normalization: OrDict[NormalizationConfig] = NormalizationConfig(),
+        debug: OrDict[DebugConfig] = DebugConfig(),
         **unknown: Never,  # options that no subclass takes
     ) -> None:
         super().__init__()

@@ -12,19 +12,13 @@ from torch import Tensor, nn
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.masks import find_masks, num_choices
 from lightning_rl.nested import Nested, map_stacked, part_at, without
-from lightning_rl.policies.actor_critic import ActorCritic, PolicyConfig, PolicyOptions, network_of_part
+from lightning_rl.options import OrDict
+from lightning_rl.policies.actor_critic import ActorCritic, PolicyConfig, network_of_part
 from lightning_rl.policies.distributions import Distribution, make_action_head
 from lightning_rl.policies.networks.make import Network, make_encoder
 from lightning_rl.policies.networks.mlp import HeadLinear
 from lightning_rl.spaces import SpaceOrDict
-from lightning_rl.training.config import (
-    ClippingConfig,
-    ClippingOptions,
-    NormalizationConfig,
-    NormalizationOptions,
-    OptimizerConfig,
-    OptimizerOptions,
-)
+from lightning_rl.training.config import ClippingConfig, NormalizationConfig, OptimizerConfig
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import PositiveInt, check, check_bool
 
@@ -137,10 +131,10 @@ class MAPPO(PPO):
         num_epochs: PositiveInt = 10,
         num_minibatches: PositiveInt | None = 1,
         entropy_coef: Scheduled = 0.01,
-        policy: PolicyOptions = PolicyConfig(activation="relu", critic_only=("state",)),
-        optimizer: OptimizerOptions = OptimizerConfig(max_grad_norm=10.0),
-        normalization: NormalizationOptions = NormalizationConfig(values="popart"),
-        clipping: ClippingOptions = ClippingConfig(value_huber_delta=10.0),
+        policy: OrDict[PolicyConfig] = PolicyConfig(activation="relu", critic_only=("state",)),
+        optimizer: OrDict[OptimizerConfig] = OptimizerConfig(max_grad_norm=10.0),
+        normalization: OrDict[NormalizationConfig] = NormalizationConfig(values="popart"),
+        clipping: OrDict[ClippingConfig] = ClippingConfig(value_huber_delta=10.0),
         **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(

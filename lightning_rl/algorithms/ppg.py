@@ -16,6 +16,7 @@ from lightning_rl import functional as rl
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.distributed import all_reduce
 from lightning_rl.nested import Nested, map_leaves
+from lightning_rl.options import OrDict
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.networks.mlp import HeadLinear
@@ -25,7 +26,7 @@ from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.checks import check_memory
-from lightning_rl.training.config import AdvantageConfig, AdvantageOptions, OptimizerConfig, OptimizerOptions
+from lightning_rl.training.config import AdvantageConfig, OptimizerConfig
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.optimizers import optimizers_and_schedulers
 from lightning_rl.training.parameter_groups import ActorOrCritic
@@ -130,8 +131,8 @@ class PPG(PPO):
         gamma: float = 0.999,
         value_coef: NonNegativeFloat = 1.0,
         entropy_coef: Scheduled = 0.01,
-        optimizer: OptimizerOptions = OptimizerConfig(max_grad_norm=None),
-        advantages: AdvantageOptions = AdvantageConfig(normalize="rollout"),
+        optimizer: OrDict[OptimizerConfig] = OptimizerConfig(max_grad_norm=None),
+        advantages: OrDict[AdvantageConfig] = AdvantageConfig(normalize="rollout"),
         **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(

@@ -12,12 +12,13 @@ from lightning.pytorch import Trainer
 from lightning_rl.algorithms.ppg import PPG
 from lightning_rl.distributed import all_reduce, exact_dtype
 from lightning_rl.nested import map_leaves
+from lightning_rl.options import OrDict
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.replay import UseLimitedBuffer
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.checks import check_memory
-from lightning_rl.training.config import AdvantageConfig, AdvantageOptions
+from lightning_rl.training.config import AdvantageConfig
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import BatchPair
 from lightning_rl.validation import PositiveInt, check
@@ -64,7 +65,7 @@ class OffPolicyPPG(PPG):
         num_policy_iterations: PositiveInt = 32,
         num_epochs: PositiveInt = 1,
         num_minibatches: PositiveInt | None = 1,
-        advantages: AdvantageOptions = AdvantageConfig(normalize="minibatch"),
+        advantages: OrDict[AdvantageConfig] = AdvantageConfig(normalize="minibatch"),
         **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(

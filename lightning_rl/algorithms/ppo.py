@@ -12,12 +12,12 @@ from torch import Tensor
 from lightning_rl import fast
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
-from lightning_rl.options import defaults_of
+from lightning_rl.options import OrDict, defaults_of
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import Batch, check_minibatches
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
-from lightning_rl.training.config import AdvantageConfig, AdvantageOptions, ClippingConfig, ClippingOptions
+from lightning_rl.training.config import AdvantageConfig, ClippingConfig
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import NonNegativeFloat, PositiveInt, check
@@ -66,8 +66,8 @@ class PPO(OnPolicyAlgorithm):
         value_coef: NonNegativeFloat = 0.5,
         entropy_coef: Scheduled = 0.0,
         target_kl: Scheduled | None = None,
-        advantages: AdvantageOptions = AdvantageConfig(normalize="minibatch"),
-        clipping: ClippingOptions = ClippingConfig(),
+        advantages: OrDict[AdvantageConfig] = AdvantageConfig(normalize="minibatch"),
+        clipping: OrDict[ClippingConfig] = ClippingConfig(),
         **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, advantages=advantages, **kwargs)

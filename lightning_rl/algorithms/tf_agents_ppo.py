@@ -13,20 +13,14 @@ from lightning_rl import functional as rl
 from lightning_rl.algorithms.ppo_kl import PPOKLPenalty
 from lightning_rl.distributed import exact_dtype, moments, world_size
 from lightning_rl.nested import Nested, map_leaves
+from lightning_rl.options import OrDict
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.normalization import RunningMoments
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.advantages import AdvantageEstimator
-from lightning_rl.training.config import (
-    AdvantageConfig,
-    AdvantageOptions,
-    NormalizationConfig,
-    NormalizationOptions,
-    OptimizerConfig,
-    OptimizerOptions,
-)
+from lightning_rl.training.config import AdvantageConfig, NormalizationConfig, OptimizerConfig
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import NonNegativeFloat, PositiveInt, check
@@ -126,11 +120,11 @@ class TFAgentsPPO(PPOKLPenalty):
         kl_cutoff_factor: NonNegativeFloat = 2.0,
         kl_cutoff_coef: NonNegativeFloat = 1000.0,
         value_coef: NonNegativeFloat = 1.0,
-        optimizer: OptimizerOptions = OptimizerConfig(max_grad_norm=None),
-        advantages: AdvantageOptions = AdvantageConfig(
+        optimizer: OrDict[OptimizerConfig] = OptimizerConfig(max_grad_norm=None),
+        advantages: OrDict[AdvantageConfig] = AdvantageConfig(
             estimator="monte_carlo", value_target="empirical", on_truncation="terminal", normalize="minibatch"
         ),
-        normalization: NormalizationOptions = NormalizationConfig(
+        normalization: OrDict[NormalizationConfig] = NormalizationConfig(
             observations={"clip": 5.0, "epsilon": 1e-3}, rewards="reward_std"
         ),
         sum_losses_over_ranks: bool = False,

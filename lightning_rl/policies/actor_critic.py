@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_rl.masks import find_masks
 from lightning_rl.nested import Nested, join, map_leaves, part_at, space_leaves, without
-from lightning_rl.options import OrClass, OrDict, changed
+from lightning_rl.options import OrClass, changed
 from lightning_rl.policies.distributions import Distribution, make_action_head
 from lightning_rl.policies.distributions.continuous import BetaHead
 from lightning_rl.policies.interface import PolicyOutput
@@ -65,8 +65,6 @@ class PolicyConfig:
     initial_log_std: Annotated[float, Range(at_least=-20, at_most=20)] = 0.0
     action_distribution: str | ClassSpec | None = None
 
-
-PolicyOptions = OrDict[PolicyConfig]
 
 POLICY_OPTIONS = {field.name: f"policy.{field.name}" for field in fields(PolicyConfig)} | {
     "normalize_observations": "normalization.observations",

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_rl.options import OrDict
 from lightning_rl.policies.normalization import RewardScale, ValueNormalization
 from lightning_rl.rollouts.rollout import OnTruncation
 from lightning_rl.training.parameter_groups import ParameterGroups
@@ -201,12 +200,6 @@ class DebugConfig:
     gradient_norms: bool = False
     fast_paths: Literal["auto", "compiled", "none"] = "auto"
 
-
-OptimizerOptions = OrDict[OptimizerConfig]
-AdvantageOptions = OrDict[AdvantageConfig]
-NormalizationOptions = OrDict[NormalizationConfig]
-DebugOptions = OrDict[DebugConfig]
-ClippingOptions = OrDict[ClippingConfig]
 
 OPTIONS_OF_PASSES = (
     *("optimizer.num_value_epochs", "optimizer.critic_warmup_steps", "optimizer.adaptive_learning_rate"),
