@@ -139,9 +139,7 @@ def observation_dtype(space: spaces.Space[Any], parameter_dtype: torch.dtype) ->
     return np.dtype(np.float64 if parameter_dtype == torch.float64 else np.float32)
 
 
-def sampled_observations(
-    space: spaces.Space[Any], parameter_dtype: torch.dtype, num_rows: int, seed: int = 0
-) -> Nested:
+def sampled_observations(space: spaces.Space[Any], parameter_dtype: torch.dtype, num_rows: int, seed: int) -> Nested:
     """Return `num_rows` copies of one random observation, with masks that allow everything, for policies of a dtype."""
 
     def rows(leaf: spaces.Space[Any]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -148,7 +147,9 @@ def _make_head(
             options["mask_space"] = mask_space
         head = kind.make(in_features, space, **options)
     if mask_space is not None:
-        _check_masks(field, mask_space, head)
+        is_one = isinstance(mask_space, ActionMask) and mask_space.given is None
+        expected = f"{_AUTOREGRESSIVE}, since there are masks of single components or that depend on another's choice"
+        check(is_one or isinstance(head, AutoregressiveHead), field, type(head).__name__, expected)
     return head
 
 
@@ -172,14 +173,3 @@ def _kind_and_options(field: str, space: spaces.Space[Any], choice: ActionDistri
     for option, value in options.items():
         check_type(f"{field}.{option}", value, kind.options[option])
     return kind, {**kind.preset, **options}
-
-
-def _check_masks(field: str, mask_space: spaces.Space[Any], head: nn.Module) -> None:
-    is_one = isinstance(mask_space, ActionMask) and mask_space.given is None
-    expected = f"{_AUTOREGRESSIVE}, since there are masks of single components or that depend on another's choice"
-    check(is_one or isinstance(head, AutoregressiveHead), field, type(head).__name__, expected)
-    try:
-        inspect.signature(head.forward).bind("features", "mask")
-    except TypeError:
-        expected = "a head whose forward takes features and a mask, since there are masks for its part of the action"
-        check(False, field, type(head).__name__, expected)
