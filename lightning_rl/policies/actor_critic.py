@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, TypeVar, cast
 
@@ -13,7 +13,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.masks import find_masks
-from lightning_rl.nested import Nested, join, map_leaves, part_at, space_leaves, without
+from lightning_rl.nested import Nested, map_leaves, part_at, space_leaves, without
 from lightning_rl.options import OrClass, changed
 from lightning_rl.policies.distributions import Distribution, make_action_head
 from lightning_rl.policies.distributions.continuous import BetaHead
@@ -103,12 +103,11 @@ class ActorCritic(nn.Module):
         config = changed("policy", PolicyConfig(), options)
         self.memory = MemoryOptions.parse(config.memory)
         self.observation_normalizer: ObservationNormalizer | NestedNormalizer | None = None
-        encoded_space, network = observation_space, config.network
+        # Normalized images are no images any more.
+        encoded_space, network = observation_space, name_image_networks(observation_space, config.network)
         if normalize_observations is not False:
             moments = {} if normalize_observations is True else normalize_observations
             self.observation_normalizer, encoded_space = make_normalizer(observation_space, moments)
-            if moments.get("images"):
-                network = name_image_networks(observation_space, network)
         self._mask_path = find_masks(observation_space)
         self._masks = frozenset(() if self._mask_path is None else (self._mask_path,))
         encoded_space = without(encoded_space, self._masks)
@@ -323,20 +322,13 @@ def _check_critic_only(
 ) -> frozenset[str]:
     if not paths:
         return frozenset()
-    known = list(_dict_paths(space))
-    unknown = ", ".join(repr(path) for path in paths if path not in known)
-    check(not unknown, "policy.critic_only", paths, f"parts of a Dict ({', '.join(known)}), got {unknown}")
+    unknown = ", ".join(repr(path) for path in paths if without(space, [path]) == space)
+    expected = f"parts of a Dict ({', '.join(space_leaves(space))}), got {unknown}"
+    check(not unknown, "policy.critic_only", paths, expected)
     left = space_leaves(without(space, paths))
     check(bool(left), "policy.critic_only", paths, "at least one part for the actor")
     check(shared_encoder is not True, "policy.shared_encoder", True, f"None or False, since critic_only={list(paths)}")
     return frozenset(paths)
-
-
-def _dict_paths(space: spaces.Space[Any], path: str = "") -> Iterator[str]:
-    if isinstance(space, spaces.Dict):
-        for key, part in space.items():
-            yield join(path, key)
-            yield from _dict_paths(part, join(path, key))
 
 
 def network_of_part(network: Network, part: spaces.Space[Any], space: spaces.Space[Any]) -> Network:
