@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
@@ -108,9 +107,7 @@ class CLEAR(IMPALA):
         """Store the unrolls of a rollout, with the learner's distributions and values before the step."""
         rollout, places = steps.rollout, steps.batch.places
         if steps.estimates is None:  # no row counted, and so there was no step
-            with torch.no_grad():
-                self.loss(steps)
-        assert steps.estimates is not None
+            return
 
         def on_steps(rows: Tensor) -> Tensor:
             return on_grid(rows, places, rows.new_zeros(*rollout.shape, *rows.shape[1:]))

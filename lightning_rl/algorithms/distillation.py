@@ -61,16 +61,12 @@ class Distillation(PPO):
         A file that is no checkpoint of this package, or a policy that does not fit, raises a `ConfigurationError`.
         """
         path = self.options["teacher"]
-        teacher = f"teacher={path!r}"
-        name = read_checkpoint(path, "teacher", mapped=True)[CHECKPOINT_KEY]["algorithm"]
-        loaded = getattr(algorithms, name, OnPolicyAlgorithm).load_from_checkpoint(path, map_location="cpu")
-        for space in ("observation_space", "action_space"):
-            found, expected = getattr(loaded, space), getattr(self, space)
-            check(found == expected, f"{teacher}: {space}", found, f"{expected}, as in the student")
-        option = "policy.action_distribution"
-        found, expected = loaded.options[option], self.options[option]
-        check(found == expected, f"{teacher}: {option}", found, f"{expected!r}, as in the student")
-        check(loaded.policy.memory is None, f"{teacher}: policy.memory", loaded.policy.memory, "None")
+        algorithm = read_checkpoint(path, "teacher", mapped=True)[CHECKPOINT_KEY]["algorithm"]
+        loaded = getattr(algorithms, algorithm, OnPolicyAlgorithm).load_from_checkpoint(path, map_location="cpu")
+        for name in ("observation_space", "action_space", "policy.action_distribution"):
+            found, expected = loaded.options[name], self.options[name]
+            check(found == expected, f"teacher={path!r}: {name}", found, f"{expected!r}, as in the student")
+        check(loaded.policy.memory is None, f"teacher={path!r}: policy.memory", loaded.policy.memory, "None")
         return loaded.policy.requires_grad_(False)
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:

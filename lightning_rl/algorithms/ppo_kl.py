@@ -65,23 +65,22 @@ class PPOKLPenalty(PPO):
         self.kl_cutoff_factor = kl_cutoff_factor
         self.kl_cutoff_coef = kl_cutoff_coef
         self.register_buffer("kl_coef", torch.tensor(float(initial_kl_coef)))
-        self._adapts, self._kl = False, self.kl_coef
+        self._kl: Tensor | None = None
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
         return with_acting_distributions(self.policy, rollout, super().batch, per_step)
 
     def update(self, rollout: Rollout) -> None:
         self.steps.observe(kl_coef=self.kl_coef.clone())
-        # While only the critic learns, the policy does not move, which is no reason to lower β.
-        self._adapts = self.adaptive and not self.steps.is_warming_up
         batch = self.batch(rollout)
         for minibatch in self.minibatches(batch, self.num_epochs, self.num_minibatches_of(rollout.shape)):
             self.descend(self.loss, minibatch)
-        if self._adapts:
-            self._kl = self.mean_kl(batch)
+        # While only the critic learns, the policy does not move, which is no reason to lower β.
+        adapts = self.adaptive and not self.steps.is_warming_up
+        self._kl = self.mean_kl(batch) if adapts else None
 
     def after_update(self, means: dict[str, float]) -> None:
-        if self._adapts:
+        if self._kl is not None:
             target, tolerance = self.adaptive_kl_target, self.adaptive_kl_tolerance
             self.kl_coef.copy_(rl.adapted_kl_coef(self.kl_coef, self._kl, target, tolerance))
 
@@ -117,11 +116,8 @@ class PPOKLPenalty(PPO):
         set_global_weights([batch])
         if not batch.weight:
             return self.kl_coef.new_tensor(torch.nan)
-        if batch.sequences is not None:
-            return mean_of_all_ranks(batch.mean(divergence(batch, self.actor_critic(batch)[0])))
-
-        def of_rows(fields: dict[str, Nested]) -> Tensor:
-            part = Batch(fields)
-            return divergence(part, self.policy(part.observations)[0])
-
-        return mean_of_all_ranks(batch.mean(in_chunks(of_rows, batch.fields, lead=1)))
+        if batch.sequences is None:
+            rows = in_chunks(lambda x: divergence(Batch(x), self.policy(x["observations"])[0]), batch.fields, lead=1)
+        else:
+            rows = divergence(batch, self.actor_critic(batch)[0])
+        return mean_of_all_ranks(batch.mean(rows))
