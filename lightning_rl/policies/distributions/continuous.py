@@ -296,14 +296,17 @@ class _GaussianHead(nn.Module):
         initialization: Initialization = "orthogonal",
     ) -> None:
         super().__init__()
-        initial_log_std = _check_stds(min_std, max_std, initial_std, initial_log_std)
+        first_std = math.exp(initial_log_std) if initial_std is None else initial_std
+        expected = f"a value between min_std={min_std} and max_std={max_std}; the default is exp(initial_log_std)"
+        is_inside = (min_std is None or first_std >= min_std) and (max_std is None or first_std <= max_std)
+        check(is_inside, "policy.action_distribution.initial_std", first_std, expected)
         self.bounds = Bounds(space)
         self.log_limits = math.log(min_std) if min_std else -math.inf, math.log(max_std) if max_std else math.inf
         self.softplus = std_transform == "softplus"
         num_dimensions = len(self.bounds.low)
-        raw = initial_log_std
+        raw = float(initial_log_std) if initial_std is None else math.log(initial_std)
         if self.softplus:  # the inverse of softplus
-            std_ = math.exp(initial_log_std)
+            std_ = math.exp(raw)
             raw = std_ + math.log(-math.expm1(-std_))
         self.mean = projection(in_features, num_dimensions, initialization)
         self.std_layer: nn.Linear | None = None
@@ -325,14 +328,6 @@ class _GaussianHead(nn.Module):
             raw = std.clamp(min=torch.finfo(std.dtype).tiny).log()
         is_limited = any(map(math.isfinite, self.log_limits))
         return _Limit.apply(raw, *self.log_limits) if is_limited else raw  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _check_stds(low: float | None, high: float | None, initial: float | None, initial_log_std: float) -> float:
-    first = math.exp(initial_log_std) if initial is None else initial
-    inside = (low is None or first >= low) and (high is None or first <= high)
-    expected = f"a value between min_std={low} and max_std={high}; the default is exp(initial_log_std)"
-    check(inside, "policy.action_distribution.initial_std", first, expected)
-    return float(initial_log_std) if initial is None else math.log(initial)
 
 
 class GaussianHead(_GaussianHead):
