@@ -82,28 +82,24 @@ class PPO(OnPolicyAlgorithm):
         self.estimator.gae_lambda = self.scheduled(
             "gae_lambda", gae_lambda, at_least=0, at_most=1, owner=self.estimator
         )
-        self.clip_range = None if clip_range is None else self.scheduled("clip_range", clip_range, above=0)
         self.value_coef = value_coef
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
-        self.target_kl = None if target_kl is None else self.scheduled("target_kl", target_kl, above=0)
-        self._set_clipping()
 
-    def _set_clipping(self) -> None:
-        """Check the options of `clipping`, and set the attributes that the loss uses."""
-
-        def scheduled(option: str, name: str) -> float | None:
+        def limit(name: str, option: str) -> float | None:
             value = self.options[option]
             return None if value is None else self.scheduled(name, value, above=0, option=option)
 
-        self.clip_range_low = scheduled("clipping.low", "clip_range_low")
-        self.clip_range_high = scheduled("clipping.high", "clip_range_high")
-        self.clip_range_value = scheduled("clipping.value", "clip_range_value")
+        self.clip_range = limit("clip_range", "clip_range")
+        self.target_kl = limit("target_kl", "target_kl")
+        self.clip_range_low = limit("clip_range_low", "clipping.low")
+        self.clip_range_high = limit("clip_range_high", "clipping.high")
+        self.clip_range_value = limit("clip_range_value", "clipping.value")
         self.log_prob_clip = self.options["clipping.log_prob"]
         self.dual_clip = self.options["clipping.dual"]
         self.value_huber_delta = self.options["clipping.value_huber_delta"]
         rollback = self.options["clipping.rollback"]
-        check(not rollback or self.target_kl is not None, "clipping.rollback", rollback, "a target_kl beside it")
         self.steps.rollback = rollback
+        check(not rollback or self.target_kl is not None, "clipping.rollback", rollback, "a target_kl beside it")
 
     def update(self, rollout: Rollout) -> None:
         batch = self.batch(rollout)
