@@ -29,7 +29,8 @@ class OffPolicyPPG(PPG):
 
     Every collected step enters both buffers, with its log-probability, advantage and return at that time. An iteration
     of the policy phase draws a batch from each buffer, so that values can be learned from older data, and more often,
-    than the policy. Auxiliary phases learn from the batches of the value.
+    than the policy. After `num_policy_iterations` iterations, which may span several rollouts, an auxiliary phase
+    learns from the batches of the value. `num_epochs` are passes over each pair of batches.
 
     Args:
         updates_per_rollout: Iterations of the policy phase after each rollout, while each buffer has a whole batch.
@@ -38,8 +39,6 @@ class OffPolicyPPG(PPG):
         policy_max_use: Maximum number of draws of each step from this buffer. None sets no limit.
         value_buffer_size: Steps in the buffer of the value.
         value_max_use: Maximum number of draws of each step from this buffer. None sets no limit.
-        num_policy_iterations: N_π, iterations of a policy phase; a phase may span several rollouts.
-        num_epochs: Passes over each pair of batches.
         num_minibatches: Minibatches of each pass.
         advantages: As in `PPG`; `normalize: rollout` normalizes over the rollout that collected the step.
         **kwargs: Options of `PPG`.
@@ -62,20 +61,12 @@ class OffPolicyPPG(PPG):
         policy_max_use: PositiveInt | None = 3,
         value_buffer_size: PositiveInt = 4096,
         value_max_use: PositiveInt | None = 5,
-        num_policy_iterations: PositiveInt = 32,
-        num_epochs: PositiveInt = 1,
         num_minibatches: PositiveInt | None = 1,
         advantages: OrDict[AdvantageConfig] = AdvantageConfig(normalize="minibatch"),
         **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(
-            observation_space,
-            action_space,
-            num_policy_iterations=num_policy_iterations,
-            num_epochs=num_epochs,
-            num_minibatches=num_minibatches,
-            advantages=advantages,
-            **kwargs,
+            observation_space, action_space, num_minibatches=num_minibatches, advantages=advantages, **kwargs
         )
         self.updates_per_rollout = updates_per_rollout
         self.batch_size = batch_size

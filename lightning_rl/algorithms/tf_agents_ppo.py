@@ -21,7 +21,6 @@ from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.advantages import AdvantageEstimator
 from lightning_rl.training.config import AdvantageConfig, NormalizationConfig, OptimizerConfig
 from lightning_rl.training.loss import Loss
-from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import NonNegativeFloat, PositiveInt
 
 
@@ -89,9 +88,8 @@ class TFAgentsPPO(PPOKLPenalty):
     Args:
         num_epochs: Passes over each rollout.
         num_minibatches: Minibatches of each pass: 1 like the agent, more like its `PPOLearner`.
-        clip_range: As in `PPO`; published results of `PPOClipAgent` use 0.2.
-        initial_kl_coef: As in `PPOKLPenalty`. 0, with `kl_cutoff_factor` 0, gives `PPOClipAgent`.
-        kl_cutoff_factor: As in `PPOKLPenalty`, but 0 disables the second penalty.
+        kl_cutoff_factor: As in `PPOKLPenalty`, but 0 disables the second penalty; with `initial_kl_coef` 0 too, it is
+            `PPOClipAgent`, whose published results use `clip_range` 0.2.
         kl_cutoff_coef: As in `PPOKLPenalty`.
         value_coef: Twice the `value_pred_loss_coef` of TF-Agents, whose loss lacks the ½.
         optimizer: Optimizer; gradients are not clipped by default.
@@ -114,8 +112,6 @@ class TFAgentsPPO(PPOKLPenalty):
         *,
         num_epochs: PositiveInt = 25,
         num_minibatches: PositiveInt | None = 1,
-        clip_range: Scheduled | None = None,
-        initial_kl_coef: NonNegativeFloat = 1.0,
         kl_cutoff_factor: NonNegativeFloat = 2.0,
         kl_cutoff_coef: NonNegativeFloat = 1000.0,
         value_coef: NonNegativeFloat = 1.0,
@@ -134,8 +130,6 @@ class TFAgentsPPO(PPOKLPenalty):
             action_space,
             num_epochs=num_epochs,
             num_minibatches=num_minibatches,
-            clip_range=clip_range,
-            initial_kl_coef=initial_kl_coef,
             kl_cutoff_factor=kl_cutoff_factor,
             kl_cutoff_coef=kl_cutoff_coef if kl_cutoff_factor else 0.0,
             value_coef=value_coef,
