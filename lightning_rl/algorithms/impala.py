@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -116,7 +117,7 @@ class IMPALA(OnPolicyAlgorithm):
         distribution, values = self.actor_critic(batch)
         log_probs = distribution.log_prob(batch.actions)
         log_rhos = log_probs.detach() - batch.log_probs
-        advantages, returns = map(steps.rows, self.vtrace(steps, log_rhos, values.detach()))
+        returns, advantages = map(steps.rows, self.vtrace(steps, log_rhos, values.detach()))
         if self.clip_advantage:
             advantages = advantages.clamp(min=0)
         loss.add("policy_loss", rl.policy_gradient_loss(log_probs, advantages), batch=batch)
@@ -133,22 +134,15 @@ class IMPALA(OnPolicyAlgorithm):
         loss.scale = reduction_scale(self.reduction, batch)
         return loss
 
-    def vtrace(self, steps: Unroll, log_rhos: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return V-trace advantages and value targets, `[T, B]`, from log ratios and the learner's values, `[N]`."""
-        rollout, estimator = steps.rollout, self.estimator
-        values, reached = steps.grid(values, rollout.values), rollout.next_values
+    def vtrace(self, steps: Unroll, log_rhos: Tensor, values: Tensor) -> rl.VTraceReturns:
+        """Return V-trace targets and advantages, `[T, B]`, from log ratios and the learner's values, `[N]`."""
+        rollout = copy.copy(steps.rollout)
+        rollout.values = steps.grid(values, rollout.values)
         if not self.is_on_policy(rollout):
-            reached = with_recomputed_values(self.policy, rollout, values).next_values
-        targets, advantages = rl.vtrace(
-            steps.grid(log_rhos, torch.zeros_like(rollout.values)),
-            self.normalizers.rewards(rollout),
-            values,
-            reached,
-            rollout.discounts(estimator.gamma, estimator.on_truncation),
-            rollout.traces(self.vtrace_lambda),
-            *(self.clip_rho, self.clip_c, self.clip_pg_rho, self.vtrace_leak),
-        )
-        return advantages, targets
+            rollout = with_recomputed_values(self.policy, rollout, rollout.values)
+        log_rhos = steps.grid(log_rhos, torch.zeros_like(rollout.values))
+        clips = self.clip_rho, self.clip_c, self.clip_pg_rho, self.vtrace_leak
+        return self.estimator.vtrace(rollout, log_rhos, self.vtrace_lambda, *clips)
 
     def is_on_policy(self, rollout: Rollout) -> bool:
         """Whether the current policy, with its normalizers, collected a rollout."""

@@ -73,11 +73,14 @@ class AdvantageEstimator:
         rewards, discounts = self.normalizers.rewards(rollout), rollout.discounts(self.gamma, self.on_truncation)
         return rl.gae(rewards, rollout.values, rollout.next_values, discounts, rollout.traces(lambda_))
 
-    def vtrace(self, rollout: Rollout, log_rhos: Tensor, lambda_: float) -> rl.VTraceReturns:
-        """Return V-trace targets and advantages `[T, B]` (Espeholt et al. 2018) with importance ratios clipped at 1."""
+    def vtrace(self, rollout: Rollout, log_rhos: Tensor, lambda_: float, *limits: Any) -> rl.VTraceReturns:
+        """Return V-trace targets and advantages `[T, B]` (Espeholt et al. 2018) for log importance ratios `[T, B]`.
+
+        `limits` are the last arguments of `lightning_rl.functional.vtrace`; by default it clips the ratios at 1.
+        """
         rewards, discounts = self.normalizers.rewards(rollout), rollout.discounts(self.gamma, self.on_truncation)
         traces = rollout.traces(lambda_)
-        return rl.vtrace(log_rhos, rewards, rollout.values, rollout.next_values, discounts, traces)
+        return rl.vtrace(log_rhos, rewards, rollout.values, rollout.next_values, discounts, traces, *limits)
 
     def counted_steps(self, rollout: Rollout, weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the mask of steps to learn from (None: all), and their weights (None: equal)."""
