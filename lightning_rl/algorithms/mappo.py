@@ -13,7 +13,7 @@ from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.masks import find_masks, num_choices
 from lightning_rl.nested import Nested, map_stacked, part_at, without
 from lightning_rl.options import OrDict
-from lightning_rl.policies.actor_critic import ActorCritic, PolicyConfig, network_of_part
+from lightning_rl.policies.actor_critic import ActorCritic, PolicyConfig
 from lightning_rl.policies.distributions import Distribution, make_action_head
 from lightning_rl.policies.networks.make import Network, make_encoder
 from lightning_rl.policies.networks.mlp import HeadLinear
@@ -43,7 +43,7 @@ class EncoderPerAgent(nn.Module):
         self.num_agents = num_choices(space["agent"])[-1]
         self._is_stacked = isinstance(space["agent"], spaces.MultiDiscrete)
         own = without(space, ["agent"])
-        network = network_of_part(network, own, without(whole, ["agent"]))
+        options["whole"] = without(whole, ["agent"])
         self.encoders = nn.ModuleList(make_encoder(own, network, **options) for _ in range(self.num_agents))
         self.width = int(self.encoders[0].out_features)  # type: ignore[arg-type]
         self.out_features = self.num_agents * (self.width + 1)

@@ -18,7 +18,7 @@ from lightning_rl.options import OrClass, changed
 from lightning_rl.policies.distributions import Distribution, make_action_head
 from lightning_rl.policies.distributions.continuous import BetaHead
 from lightning_rl.policies.interface import PolicyOutput
-from lightning_rl.policies.networks.make import Network, is_by_path, make_encoder, name_image_networks
+from lightning_rl.policies.networks.make import Network, make_encoder, name_image_networks
 from lightning_rl.policies.networks.mlp import Activation, DiscreteEncoding, HeadLinear
 from lightning_rl.policies.normalization import (
     NestedNormalizer,
@@ -120,8 +120,7 @@ class ActorCritic(nn.Module):
         has_images = any(map(is_image, space_leaves(observation_space).values()))
         shared = has_images and not self.critic_only if config.shared_encoder is None else config.shared_encoder
         mlp = (config.hidden_sizes, config.activation, config.discrete_encoding)
-        actor_network = network_of_part(network, actor_space, encoded_space)
-        self.actor_encoder = make_encoder(actor_space, actor_network, *mlp)
+        self.actor_encoder = make_encoder(actor_space, network, *mlp, whole=encoded_space)
         self.critic_encoder = None if shared else make_encoder(encoded_space, network, *mlp)
         width = value_width = int(self.actor_encoder.out_features)  # type: ignore[arg-type]
         if self.critic_encoder is not None:
@@ -327,15 +326,6 @@ def _check_critic_only(
     check(bool(left), "policy.critic_only", paths, "at least one part for the actor")
     check(shared_encoder is not True, "policy.shared_encoder", True, f"None or False, since critic_only={list(paths)}")
     return frozenset(paths)
-
-
-def network_of_part(network: Network, part: spaces.Space[Any], space: spaces.Space[Any]) -> Network:
-    """Remove the encoders of leaves that are not in `part`; unknown paths stay, so that `make_encoder` raises."""
-    network = name_image_networks(space, network)  # the part may have no image for `nature` or `impala`
-    if not is_by_path(network):
-        return network
-    hidden = space_leaves(space).keys() - space_leaves(part).keys()
-    return {path: one for path, one in network.items() if path not in hidden}
 
 
 def check_modes_agree(policy: nn.Module) -> None:

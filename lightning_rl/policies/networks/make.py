@@ -33,6 +33,7 @@ def make_encoder(
     hidden_sizes: Sequence[int] = (64, 64),
     activation: str = "tanh",
     discrete_encoding: DiscreteEncoding = "one_hot",
+    whole: spaces.Space[Any] | None = None,
 ) -> nn.Module:
     """Return an encoder for an observation space, an `nn.Module` with an integer attribute `out_features`.
 
@@ -48,22 +49,25 @@ def make_encoder(
         hidden_sizes: Layer widths of each MLP, for leaves with the network `mlp` too.
         activation: See `PolicyConfig`.
         discrete_encoding: See `PolicyConfig`.
+        whole: Space of which `space` is a part; `network` is for its leaves. None: `space`.
 
     Raises:
         ConfigurationError: The space is not supported, or a name, a path or a class is not valid.
     """
     mlp = (hidden_sizes, activation, discrete_encoding)
     leaves = space_leaves(space) if isinstance(space, spaces.Dict | spaces.Tuple) else {}
+    whole = space if whole is None else whole
     if is_by_path(network):
-        known = f"paths of leaves ({', '.join(leaves)})" if leaves else "a dict with 'class_path'"
-        unknown = ", ".join(map(repr, network.keys() - leaves))
+        known = f"paths of leaves ({', '.join(space_leaves(whole))})" if leaves else "a dict with 'class_path'"
+        unknown = ", ".join(map(repr, network.keys() - space_leaves(whole)))
         check(not unknown, "policy.network", network, f"{known}, got {unknown}")
-    chosen = name_image_networks(space, network)
+    chosen = name_image_networks(whole, network)
     if not is_by_path(chosen):
         expected = f"auto or mlp, since there is no image in {space}"
         check(not leaves or chosen not in ("nature", "impala"), "policy.network", network, expected)
         return _flat_encoder("policy.network", space, chosen, mlp)
-    made = {path: _flat_encoder(f"policy.network.{path}", leaves[path], one, mlp) for path, one in chosen.items()}
+    own = {path: one for path, one in chosen.items() if path in leaves}
+    made = {path: _flat_encoder(f"policy.network.{path}", leaves[path], one, mlp) for path, one in own.items()}
     return MLPEncoder(space, *mlp, {path: made[path] for path in leaves if path in made})
 
 
