@@ -178,8 +178,14 @@ class PPG(PPO):
         self.store_rollout(rollout, batch)
         for minibatch in self.minibatches(batch, self.num_epochs, self.num_minibatches_of(rollout.shape)):
             self.descend(self.loss, minibatch)
-        if self.kept.is_full and not self.steps.is_warming_up:
-            self.auxiliary_phase()
+        self.finish_iteration()
+
+    def finish_iteration(self) -> None:
+        """After N_π iterations, make the auxiliary phase, unless only the critic learns, and clear the memory."""
+        if self.kept.is_full:
+            if not self.steps.is_warming_up:
+                self.auxiliary_phase()
+            self.kept.clear()
 
     def add_policy_terms(self, loss: Loss, distribution: Distribution) -> None:
         super().add_policy_terms(loss, distribution)
@@ -210,10 +216,6 @@ class PPG(PPO):
     def divergence(self, batch: Batch, distribution: Distribution) -> Tensor:
         """Return KL(old ‖ new) of each row in nats, `[N]`, from the distributions before the auxiliary phase."""
         return distribution.with_parameters(batch.old_distribution).kl(distribution)
-
-    def after_update(self, means: dict[str, float]) -> None:
-        if self.kept.is_full:
-            self.kept.clear()
 
     def configure_optimizers(self) -> Any:
         """Return the optimizers of the policy phase, and of the auxiliary phase if it has separate ones."""

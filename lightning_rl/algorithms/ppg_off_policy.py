@@ -99,10 +99,7 @@ class OffPolicyPPG(PPG):
             self.policy_iteration(samples)
             if iteration == 0 and not self.steps.stopped:  # before an auxiliary phase, which has other gradients
                 self.on_pass_end(samples.policy, "update")
-            if self.kept.is_full:
-                if not self.steps.is_warming_up:
-                    self.auxiliary_phase()
-                self.kept.clear()
+            self.finish_iteration()
 
     def store(self, rollout: Rollout) -> None:
         raw = self.batch(rollout)
@@ -117,31 +114,26 @@ class OffPolicyPPG(PPG):
             self.steps.observe_first_ratios(distribution.log_prob(some.actions) - some.log_probs)
 
     def sample(self) -> BatchPair | None:
-        """Return a batch from each buffer, on the CPU, or None if any rank has too few rows left."""
+        """Return a batch from each buffer, or None if any rank has too few rows left."""
         too_few = any(len(buffer) < self.batch_size for buffer in self.sources.values())
         if all_reduce(torch.tensor(float(too_few), device=self.device), "max"):
             return None
-        drawn = {name: buffer.sample(self.batch_size, self.generator) for name, buffer in self.sources.items()}
-        return BatchPair(*(self._as_batch(drawn[name]) for name in ("policy", "value")))
-
-    def _as_batch(self, fields: Any) -> Batch:
-        return Batch(fields, is_normalized=self.estimator.normalize == "rollout")
+        drawn: Any = [buffer.sample(self.batch_size, self.generator) for buffer in self.sources.values()]
+        is_normalized = self.estimator.normalize == "rollout"
+        on_device = move_data_to_device(drawn, self.device)
+        return BatchPair(*(Batch(fields, is_normalized=is_normalized) for fields in on_device))
 
     def policy_iteration(self, samples: BatchPair) -> None:
         """Learn the policy from one batch and the value from the other; store the latter for the auxiliary phase."""
         names = ("observations", "values", "returns", "weights")
         kept = {name: x for name, x in samples.value.fields.items() if name in names}
         self.kept.append(map_leaves(lambda x: x.unsqueeze(0), kept))
-        on_device = move_data_to_device([samples.policy.fields, samples.value.fields], self.device)
-        policy, value = map(self._as_batch, on_device)
         self.steps.record.start_phase("")
-        ages = {
-            f"{name}_age": self.policy_version - x.versions.to(exact_dtype(self.device)).mean()
-            for name, x in (("policy", policy), ("value", value))
-        }
-        self.steps.observe(**ages)
+        for name, batch in samples._asdict().items():
+            age = self.policy_version - batch.versions.to(exact_dtype(self.device)).mean()
+            self.steps.observe(**{f"{name}_age": age})
         for _ in self.steps.epochs(self.num_epochs):
-            parts = [self.one_pass(batch, self.num_minibatches_of([self.batch_size])) for batch in (policy, value)]
+            parts = [self.one_pass(batch, self.num_minibatches_of([self.batch_size])) for batch in samples]
             for pair in zip(*parts, strict=True):
                 self.descend(self.loss_of_both, BatchPair(*pair))
                 if self.steps.stopped:
@@ -156,6 +148,3 @@ class OffPolicyPPG(PPG):
         clip_range, huber_delta = self.clip_range_value, self.value_huber_delta
         loss.add_value(values, self.value_coef, clip_range=clip_range, huber_delta=huber_delta, batch=pair.value)
         return loss
-
-    def after_update(self, means: dict[str, float]) -> None:
-        """Keep the policy phase: it may span several rollouts."""

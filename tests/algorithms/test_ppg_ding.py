@@ -159,8 +159,7 @@ class ScriptedPPG(Scripted):
             self.steps.part = "actor" if index < num_policy else "critic"
             self.descend(self.loss, Batch({n: x[torch.tensor(some)] for n, x in batch.fields.items()}))
         self.steps.part = None
-        if self.kept.is_full:
-            self.auxiliary_phase()
+        self.finish_iteration()
 
 
 class ScriptedOffPolicyPPG(Scripted, OffPolicyPPG):
