@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import operator
 import re
@@ -443,9 +444,9 @@ class UpdateRecord:
         self.num_updates = torch.zeros((), dtype=torch.int64, device=device)
         self.observed: set[str] = set()
         self._skips: Tensor | None = None
-        # Values by their names, each with the `is_open` flag at the start of its minibatch.
-        self._values: dict[tuple[str, ...], list[tuple[Tensor, Tensor]]] = {}
-        self._absolute: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        # Names, their values, and the `is_open` flag at the start of the minibatch.
+        self._recorded: list[tuple[Sequence[str], Tensor, Tensor]] = []
+        self._absolute: list[tuple[str, Tensor, Tensor]] = []  # likewise, of `add_absolute`
         self.prefix = ""
 
     def next_minibatch(self) -> None:
@@ -469,7 +470,7 @@ class UpdateRecord:
             value = term.detach() if isinstance(term, Tensor) else _exact(term, self.is_open.device)
             if value.numel() != 1:
                 raise ValueError(f"{name} has the shape {tuple(value.shape)}: expected a scalar to record")
-            self.add_together((name,), value)
+            self.add_together((name,), value.reshape(1))
 
     def observe(self, **terms: Tensor | float) -> None:
         self.observed.update(self.prefix + name for name in terms)
@@ -478,12 +479,12 @@ class UpdateRecord:
     def add_together(self, names: Sequence[str], values: Tensor, observed: Collection[str] = ()) -> None:
         """Record scalars of a minibatch as one vector `[len(names)]`; names in `observed` may be NaN or infinite."""
         self.observed.update(self.prefix + name for name in observed)
-        key = tuple(self.prefix + name for name in names) if self.prefix else tuple(names)
-        self._values.setdefault(key, []).append((values, self._counts))
+        names = [self.prefix + name for name in names] if self.prefix else names
+        self._recorded.append((names, values, self._counts))
 
     def add_absolute(self, name: str, terms: Tensor) -> None:
         """Record Σ |mean of a term over ranks| of the terms `[M]` of a minibatch; `means` reduces all at once."""
-        self._absolute.setdefault(self.prefix + name, []).append((terms.detach(), self._counts))
+        self._absolute.append((self.prefix + name, terms.detach(), self._counts))
 
     def stop_unless(self, condition: Tensor) -> None:
         """Take no further step in this phase if `condition` is false."""
@@ -491,9 +492,7 @@ class UpdateRecord:
 
     def stop_all_phases_unless(self, finite: Tensor) -> None:
         """Take no further step in any phase of this rollout if `finite` is false."""
-        no_early_stop = self.is_open is self.finite
-        self.finite = self.finite & finite
-        self.is_open = self.finite if no_early_stop else self.is_open & finite
+        self.finite, self.is_open = self.finite & finite, self.is_open & finite
 
     def start_phase(self, prefix: str) -> None:
         """Start another phase of updates, whose recorded names get a prefix. It ignores earlier early stops."""
@@ -503,13 +502,12 @@ class UpdateRecord:
     @contextmanager
     def phase(self, prefix: str) -> Iterator[None]:
         """Start another phase inside the context; after it, continue the phase from before with its early stop."""
-        before = self.prefix, self._counts
-        is_open, no_early_stop = self.is_open, self.is_open is self.finite
+        is_open, before = self.is_open, (self.prefix, self._counts)
         self.start_phase(prefix)
         try:
             yield
         finally:
-            self.is_open = self.finite if no_early_stop else is_open & self.finite
+            self.is_open = is_open & self.finite
             self.prefix, self._counts = before
 
     @property
@@ -519,30 +517,23 @@ class UpdateRecord:
 
     def means(self) -> dict[str, float]:
         """Return the mean of every scalar over the minibatches; a collective call, and the host waits only here."""
-        recorded = self._values | self._absolute_sums()
-        if not recorded:
+        if not self._recorded:
             return {}
+        terms = [average(_at_least_float32(torch.cat([x for _, x, _ in self._absolute])))] if self._absolute else []
         # Minibatches without a stop between them share one flag.
-        flags = {id(flag): flag for entries in recorded.values() for _, flag in entries}
-        blocks = [_at_least_float32(torch.stack([x for x, _ in entries])).flatten() for entries in recorded.values()]
-        remaining = iter(torch.cat([torch.stack([*flags.values()]), *blocks]).tolist())
-        is_open = dict(zip(flags, remaining, strict=False))
+        flags = {id(flag): flag for *_, flag in (*self._recorded, *self._absolute)}
+        numbers = iter(torch.cat([torch.stack([*flags.values()]), *(x for _, x, _ in self._recorded), *terms]).tolist())
+        is_open = dict(zip(flags, numbers, strict=False))
         values: dict[str, list[float]] = defaultdict(list)
-        for names, entries in recorded.items():
-            for _, flag in entries:
-                for name, value in zip(names, remaining, strict=False):
-                    if is_open[id(flag)]:
-                        values[name].append(value)
+        for names, _, flag in self._recorded:
+            for name, value in zip(names, numbers, strict=False):
+                if is_open[id(flag)]:
+                    values[name].append(value)
+        for name, x, flag in self._absolute:
+            total = sum(map(abs, itertools.islice(numbers, len(x))))
+            if is_open[id(flag)]:
+                values[name].append(total)
         return {name: sum(some) / len(some) for name, some in values.items()}
-
-    def _absolute_sums(self) -> dict[tuple[str, ...], list[tuple[Tensor, Tensor]]]:
-        if not self._absolute:
-            return {}
-        minibatches = [terms for entries in self._absolute.values() for terms, _ in entries]
-        values = average(_at_least_float32(torch.cat(minibatches))).abs()
-        owners = torch.repeat_interleave(torch.tensor([len(terms) for terms in minibatches])).to(values.device)
-        sums = iter(values.new_zeros(len(minibatches)).index_add_(0, owners, values).unbind())
-        return {(name,): [(next(sums), flag) for _, flag in entries] for name, entries in self._absolute.items()}
 
     def not_finite(self, means: dict[str, float]) -> dict[str, float]:
         return {n: x for n, x in means.items() if not math.isfinite(x) and n not in self.observed}
