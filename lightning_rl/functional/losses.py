@@ -125,8 +125,10 @@ def approx_kl_k3(log_ratios: Tensor) -> Tensor:
     return log_ratios.expm1() - log_ratios
 
 
-def value_loss(values: Tensor, targets: Tensor) -> Tensor:
-    """Return half the squared error of each step, `0.5 * (value - target)**2`; any equal shapes."""
+def value_loss(values: Tensor, targets: Tensor, huber_delta: float | None = None) -> Tensor:
+    """Return half the squared error of each step, `0.5 * (value - target)**2`, or `huber_value_loss`; equal shapes."""
+    if huber_delta is not None:
+        return huber_value_loss(values, targets, huber_delta)
     check.same_shape(values=values, targets=targets)
     return 0.5 * nn.functional.mse_loss(values, targets.detach(), reduction="none")
 
@@ -137,7 +139,7 @@ def clipped_value_loss(
     """Return PPO's clipped value loss of each step (Engstrom et al., 2020, arXiv 2005.12729, section 3).
 
     `max(loss(v), loss(v_clipped))` with `v_clipped = v_old + clip(v - v_old, -clip_range, clip_range)` and the loss
-    `0.5 * (v - target)**2`, or `huber_value_loss`.
+    `value_loss`.
 
     Args:
         values: Predictions, any shape.
@@ -152,13 +154,8 @@ def clipped_value_loss(
     change = values - old_values
     # Not `clamp`, as in the surrogate loss.
     change = torch.where(change > clip_range, clip_range, torch.where(change < -clip_range, -clip_range, change))
-
-    def loss(predictions: Tensor) -> Tensor:
-        if huber_delta is None:
-            return value_loss(predictions, targets)
-        return huber_value_loss(predictions, targets, huber_delta)
-
-    return torch.maximum(loss(values), loss(old_values + change))
+    clipped = value_loss(old_values + change, targets, huber_delta)
+    return torch.maximum(value_loss(values, targets, huber_delta), clipped)
 
 
 def huber_value_loss(values: Tensor, targets: Tensor, delta: float) -> Tensor:

@@ -122,10 +122,13 @@ class Loss:
         if self.part == "actor":
             return
         rows = self._rows(batch)
-        # Only clipping reads the values of the rollout, which a batch of your own rows may lack.
-        old_values = values if clip_range is None else rows.values
-        values, returns, old_values = self.normalized(values, rows.returns if returns is None else returns, old_values)
-        mean = rows.mean(_value_rows(values, returns, old_values, clip_range, huber_delta))
+        values, returns = self.normalized(values, rows.returns if returns is None else returns)
+        if clip_range is None:
+            losses = rl.value_loss(values, returns, huber_delta)
+        else:
+            (old_values,) = self.normalized(rows.values)
+            losses = rl.clipped_value_loss(values, returns, old_values, clip_range, huber_delta)
+        mean = rows.mean(losses)
         self._record(name, mean)
         self._sum(mean, weight)
 
@@ -202,13 +205,3 @@ class Loss:
             if isinstance(factor, Tensor) or factor != 1:  # skip a useless kernel
                 value = factor * value
         self.terms.append(value)
-
-
-def _value_rows(
-    values: Tensor, returns: Tensor, old_values: Tensor, clip_range: float | None, huber_delta: float | None
-) -> Tensor:
-    if clip_range is not None:
-        return rl.clipped_value_loss(values, returns, old_values, clip_range, huber_delta)
-    if huber_delta is not None:
-        return rl.huber_value_loss(values, returns, huber_delta)
-    return rl.value_loss(values, returns)
