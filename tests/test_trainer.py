@@ -270,7 +270,7 @@ def test_what_a_subclass_or_a_callback_logs_is_logged_against_environment_steps(
     logger = MemoryLogger()
     data = make_data()
     model = Logging(data.observation_space, data.action_space)
-    model.env_steps = 2**24 + 1
+    model.clock.env_steps = 2**24 + 1
     make_trainer(logger=logger, log_every_n_steps=1, callbacks=[Callbacks()]).fit(model, data)
     steps = [2**24 + 33, 2**24 + 65]
     for name, value in (("before", 1.0), ("after", 2.0), ("callback", 3.0)):
@@ -362,7 +362,7 @@ def test_clock_is_exact_beyond_what_float32_can_count(precision):
     logger = MemoryLogger()
     data = make_data()
     model = make_model(data)
-    model.env_steps = 2**24 + 1
+    model.clock.env_steps = 2**24 + 1
     trainer = make_trainer(logger=logger, log_every_n_steps=1, limit_val_batches=1, precision=precision)
     trainer.fit(model, data)
     trainer.validate(model, data, verbose=False)

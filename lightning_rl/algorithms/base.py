@@ -329,10 +329,6 @@ class OnPolicyAlgorithm(LightningModule):
         """Number of environment steps of all ranks that were learned from: the clock of the run."""
         return self.clock.env_steps
 
-    @env_steps.setter
-    def env_steps(self, env_steps: int) -> None:
-        self.clock.env_steps = env_steps
-
     @property
     def policy_version(self) -> int:
         """Number of rollouts that were learned from."""
@@ -351,7 +347,7 @@ class OnPolicyAlgorithm(LightningModule):
         profiled = self.trainer.profiler.profile("update")  # type: ignore[attr-defined]
         with suppress(NotFiniteError), profiled:
             self.update(rollout)
-        self.losses = self.steps.means()
+        self.losses = self.steps.record.means()
         not_finite = self.steps.not_finite(self.losses)
         if not_finite:
             self._skip_update(rollout, not_finite)
@@ -430,7 +426,7 @@ class OnPolicyAlgorithm(LightningModule):
         for rollout in several:
             with self.normalizers.isolated(), self.steps.isolated():
                 self.record_loss(rollout)
-                for name, value in self.steps.means().items():
+                for name, value in self.steps.record.means().items():
                     terms.setdefault(name, []).append(value)
         return {name: sum(x) / (len(x) if reduction == "mean" else 1) for name, x in terms.items()}
 

@@ -87,7 +87,7 @@ class FailedUpdate:
             found = [EagerEngine().gradients(optimizer) for optimizer in self._trainer.optimizers]
             norms = (total_norm(gradients) for gradients in found if gradients)
             module.steps.record.add(**dict(zip(module.steps.norm_names, norms, strict=False)))
-            means: dict[str, float] = module.steps.means()
+            means: dict[str, float] = module.steps.record.means()
         return means
 
 

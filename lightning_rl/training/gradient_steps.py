@@ -54,6 +54,7 @@ class GradientSteps:
     same backward pass, and its gradient is clipped separately.
 
     Attributes:
+        record: Recorded scalars and flags of the updates from the current rollout.
         part: Half of the network that the current pass trains. None: both.
         rollback: Whether to undo a step after which the minibatch exceeds a limit of its loss.
         active_set: Index of the set of optimizers that the current phase uses.
@@ -222,9 +223,6 @@ class GradientSteps:
         finally:
             vars(self).update(kept)
 
-    def means(self) -> dict[str, float]:
-        return self.record.means()
-
     def not_finite(self, means: dict[str, float]) -> dict[str, float]:
         """Return the means that make the update fail."""
         failed = self.record.not_finite(means)
@@ -333,7 +331,7 @@ class GradientSteps:
                     self._find_failed_minibatch()
             elif not finite:
                 self.failed_minibatch = one
-        if self.check_numerics and self.record.not_finite(self.means()):
+        if self.check_numerics and self.record.not_finite(self.record.means()):
             raise NotFiniteError
 
     def _find_failed_minibatch(self) -> None:

@@ -36,7 +36,7 @@ def _over_ranks(values: Sequence[float], operation: Literal["sum", "max"], devic
 
 
 class LogWindow:
-    """Statistics of all rollouts since the last log, which began at `since` environment steps, over all ranks.
+    """Statistics of all `num_rollouts` rollouts since the last log, which began at `since` environment steps.
 
     `means` and `counts` map each logged name to the sum and the number of its values, `maxima` to the largest value, or
     for a minimum to the smallest value with the opposite sign.
@@ -51,11 +51,6 @@ class LogWindow:
         self.means: dict[str, list[float]] = {}
         self.counts: dict[str, list[float]] = {}
         self.maxima: dict[str, float] = {}
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the window has no rollout; equal on all ranks."""
-        return not self.num_rollouts
 
     def add(
         self,
@@ -162,7 +157,7 @@ class RolloutMetrics(LogWindow):
 
         `ModelCheckpoint` gets NaN, the worst score, until an episode has ended; it would raise otherwise.
         """
-        if not self.is_empty:
+        if self.num_rollouts:
             values = self.compute(_log_device(trainer.lightning_module))
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         missing = {*COLLECTED} - trainer.callback_metrics.keys()
@@ -172,7 +167,7 @@ class RolloutMetrics(LogWindow):
 
     def log_rest(self, model: Any) -> None:
         """Log an unfinished window at the end of a run."""
-        if model.trainer.log_every_n_steps and not self.is_empty:
+        if model.trainer.log_every_n_steps and self.num_rollouts:
             self._log(model)
 
     def _log(self, model: Any) -> None:

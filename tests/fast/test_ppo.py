@@ -104,7 +104,7 @@ def test_loss_gradient_and_diagnostics_equal_autograd(options, action_space):
     assert known is not None
     with model.steps.isolated():
         model.steps.record_loss(known)
-        found = model.steps.means()
+        found = model.steps.record.means()
     assert not known.total.requires_grad
     assert found == pytest.approx(expected, rel=1e-12, abs=1e-14)
     assert 0 < found["clip_fraction"] < 1 or options == "not clipped"
@@ -433,7 +433,7 @@ def test_closed_form_equals_autograd(seed):
     assert known is not None
     with model.steps.isolated():
         model.steps.record_loss(known)
-        found = model.steps.means()
+        found = model.steps.record.means()
     assert found.keys() == expected.keys()
     if model.estimator.normalize != "rollout":  # which compute_loss does itself, and the update before
         assert found == pytest.approx(expected, rel=1e-11, abs=1e-13)

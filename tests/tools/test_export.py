@@ -179,7 +179,7 @@ def test_exported_actions_respect_bounds_and_discrete_start():
 
 def test_description_lists_inputs_and_outputs(tmp_path):
     model = make("nested")
-    model.env_steps = 1234
+    model.clock.env_steps = 1234
     folder = export_policy(model, tmp_path / "deep" / "policy", env_id="Probe/Sensors-v0")
     assert sorted(path.name for path in folder.iterdir()) == ["greedy.pt2", "policy.json", "sampled.pt2"]
 
@@ -223,7 +223,7 @@ def test_export_does_not_change_policy_or_random_state(tmp_path):
 def test_export_replaces_only_earlier_exports(tmp_path):
     model = make("beta")
     for env_steps in (1, 2):
-        model.env_steps = env_steps
+        model.clock.env_steps = env_steps
         export_policy(model, tmp_path / "policy", programs=["greedy"])
     assert json.loads((tmp_path / "policy" / "policy.json").read_text())["env_steps"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]

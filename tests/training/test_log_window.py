@@ -65,7 +65,7 @@ def test_run_stopped_by_a_callback_logs_the_rest_once(every, steps):
     model = make_model(make_data())
     logger = fit(model, StopsAfter(6), every=every)
     assert [step for step, _ in logger.rows("train/policy_loss")] == steps
-    assert model.metrics.is_empty == bool(every)
+    assert (model.metrics.num_rollouts == 0) == bool(every)
 
 
 def test_run_that_resumes_after_a_stop_logs_no_episode_twice(tmp_path):
@@ -86,7 +86,7 @@ def test_run_ended_by_an_exception_does_not_log_the_rest():
     with pytest.raises(SystemExit):
         fit(model, StopsAfter(6, SystemExit), logger=logger)
     assert [step for step, _ in logger.rows("train/policy_loss")] == [128]
-    assert not model.metrics.is_empty
+    assert model.metrics.num_rollouts > 0
 
 
 def test_last_rollout_is_logged_although_resets_reduce_the_env_steps():
@@ -112,7 +112,7 @@ def learned(rollouts: range, window: LogWindow | None = None) -> LogWindow:
 def test_restored_log_window_equals_an_uninterrupted_one():
     """Exactly, whatever the window contained before."""
     whole = learned(range(70))
-    assert not whole.is_empty
+    assert whole.num_rollouts > 0
     twin = learned(range(500, 540))
     twin.add(EpisodeSummary([], []), {"train/other": [1.0]}, {}, {"train/policy_lag_max": 9})
     twin.restore(learned(range(35)).snapshot())
@@ -123,7 +123,7 @@ def test_restored_log_window_equals_an_uninterrupted_one():
     assert expected["train/b"] == pytest.approx(0.1 * 69 / 2) and expected["rollout/dropped"] == 69 * 70 / 2
     assert expected["rollout/episodes"] == 69 and expected["rollout/episode_length_max"] == 68
     whole.begin(7)
-    assert whole.is_empty and whole.snapshot()["since"] == 7
+    assert whole.num_rollouts == 0 and whole.snapshot()["since"] == 7
     assert learned(range(5, 6), whole).compute()["train/b"] == 0.5
 
 
@@ -132,7 +132,7 @@ def test_empty_log_window_can_be_restored():
     assert (snapshot["num_rollouts"], snapshot["means"], snapshot["counts"]) == (0, {}, {})
     window = learned(range(3))
     window.restore(snapshot)
-    assert window.is_empty and str(window.snapshot()) == str(snapshot)
+    assert window.num_rollouts == 0 and str(window.snapshot()) == str(snapshot)
 
 
 def test_monitored_values_are_current_at_every_epoch_end_without_a_log():

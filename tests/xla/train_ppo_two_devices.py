@@ -123,7 +123,7 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         self.of_updates[-1] += compilations()
-        means = pl_module.steps.means()
+        means = pl_module.steps.record.means()
         weights = torch.cat([p.detach().flatten() for p in pl_module.parameters()]).cpu()
         ranks = gather_ranks((means["grad_norm"], weights, pl_module.env_steps))
         assert len(ranks) == trainer.world_size == world_size() == RANKS
