@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
-from collections.abc import Iterable
-from operator import itemgetter
 from pathlib import Path, PureWindowsPath
-from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
@@ -141,35 +139,42 @@ def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool
         resumable: Skip checkpoints that contain only weights.
         nested: Search all folders below `root` for runs.
     """
-    newest_first = _newest_first(root.glob(f"{'**/' if nested else ''}version_*/{CHECKPOINTS}/*.ckpt"))
-    runs = [*dict.fromkeys(path.parent for path in newest_first)]
+    paths = root.glob(f"{'**/' if nested else ''}version_*/{CHECKPOINTS}/*.ckpt")
+    newest = {path.parent: _time(path) for path in sorted(paths, key=_time)}
+    runs = sorted(newest, key=newest.__getitem__, reverse=True)
     if name == "best":
         return _best(runs[0], resumable) if runs else None
     return next((path for run in runs if (path := _furthest_intact(run, resumable)) is not None), None)
 
 
-def _newest_first(paths: Iterable[Path]) -> list[Path]:
-    times: dict[Path, float] = {}
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):  # a run that is still training has replaced it
-            times[path] = path.stat().st_mtime
-    # Of files of the same time, `last.ckpt` comes first.
-    return sorted(times, key=lambda path: (times[path], path.name.startswith("last")), reverse=True)
+def _time(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # a run that is still training has replaced it
+        return 0.0
 
 
-def _furthest_first(run: Path) -> dict[Path, int]:
-    # By their environment steps, which a copy keeps, unlike the times.
-    steps: dict[Path, int] = {}
-    for path in reversed(_newest_first(run.glob("*.ckpt"))):
-        if (checkpoint := _read(path)) is None and not path.exists():
-            continue
-        # Only its time says where a file belongs that cannot be read.
-        steps[path] = checkpoint[CHECKPOINT_KEY]["env_steps"] if checkpoint else max(steps.values(), default=-1)
-    return dict(sorted(reversed(steps.items()), key=itemgetter(1), reverse=True))
+def _furthest_first(folder: Path, resumable: bool = False) -> list[tuple[float, Path]]:
+    """Return environment steps and path of checkpoints, without those of weights only if `resumable`.
+
+    Copies of a run keep the steps, unlike the times. Files that cannot be read come first: they may be the furthest.
+    """
+    found = []
+    for path in folder.glob("*.ckpt"):
+        steps = math.inf
+        with contextlib.suppress(ConfigurationError):
+            checkpoint = read_checkpoint(path, mapped=True)
+            if resumable and is_weights_only(checkpoint):
+                continue
+            steps = checkpoint[CHECKPOINT_KEY]["env_steps"]
+        if path.exists():  # a run that is still training may replace it
+            # Of files of the same step and time, `last.ckpt` comes first.
+            found.append((steps, _time(path), path.name.startswith("last"), path))
+    return [(steps, path) for steps, _, _, path in sorted(found, reverse=True)]
 
 
 def _best(run: Path, resumable: bool) -> Path | None:
-    for path in _furthest_first(run):
+    for _, path in _furthest_first(run):
         check_intact(path)
         for state in read_checkpoint(path, mapped=True).get("callbacks", {}).values():
             given = PureWindowsPath(state.get("best_model_path") or "")  # parses paths of all systems
@@ -178,42 +183,24 @@ def _best(run: Path, resumable: bool) -> Path | None:
             for best in (path.parent / given.name, Path(state["best_model_path"])):  # the run may have been moved
                 if best.is_file():
                     check_intact(best)
-                    return None if resumable and _has_only_weights(best) else best
+                    return None if resumable and is_weights_only(read_checkpoint(best, mapped=True)) else best
     return None
 
 
 def _furthest_intact(run: Path, resumable: bool) -> Path | None:
     damages: list[DamagedFileError] = []
-    for path in _furthest_first(run):
-        if (damage := _damage(path)) is not None:
-            damages.append(damage)
-        elif not (resumable and _has_only_weights(path)):
-            for damage in damages:
-                rank_zero_warn(f"{damage}; using {str(path)!r} instead, the last intact checkpoint of the run")
-            return path
+    for _, path in _furthest_first(run, resumable):
+        try:
+            check_intact(path)
+        except DamagedFileError as error:
+            damages.append(error)
+            continue
+        for damage in damages:
+            rank_zero_warn(f"{damage}; using {str(path)!r} instead, the last intact checkpoint of the run")
+        return path
     if damages:
         raise damages[0]
     return None
-
-
-def _damage(path: Path) -> DamagedFileError | None:
-    try:
-        check_intact(path)
-    except DamagedFileError as error:
-        return error
-    return None
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """Return a checkpoint, mapped from disk, or None if it cannot be read."""
-    with contextlib.suppress(ConfigurationError):
-        return read_checkpoint(path, mapped=True)
-    return None
-
-
-def _has_only_weights(path: Path) -> bool:
-    checkpoint = _read(path)
-    return checkpoint is not None and is_weights_only(checkpoint)  # reading it again raises an error that names it
 
 
 def folder_around(checkpoint: Path) -> Path | None:
@@ -226,9 +213,5 @@ def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
     # Without a configuration, the folder is the log of a run elsewhere, or of a script.
     if (run_dir := folder_around(checkpoint)) is None or not configurations(run_dir):
         return None
-    for path, steps in _furthest_first(checkpoint.parent).items():
-        if path == checkpoint:
-            break
-        if steps > env_steps or _damage(path):  # damaged: an earlier one was chosen
-            return None
-    return run_dir
+    later = any(steps > env_steps for steps, _ in _furthest_first(checkpoint.parent))
+    return None if later else run_dir
