@@ -8,7 +8,6 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
 
 from lightning_rl import __version__
 from lightning_rl.cli import COMMANDS
@@ -28,9 +27,14 @@ def run() -> None:
             sys.stdout.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:]
     _answer_at_once(arguments)
-    with _quiet_interrupt():
-        from lightning_rl.cli.main import main
-        from lightning_rl.distributed import causes, leave_process_group
+    interrupt = signal.getsignal(signal.SIGINT)
+    if interrupt is not signal.SIG_IGN:
+        # Some packages turn a KeyboardInterrupt in their imports into other errors with long tracebacks.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    from lightning_rl.cli.main import main
+    from lightning_rl.distributed import causes, leave_process_group
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
         main()
     except BaseException as error:
@@ -57,20 +61,6 @@ def _answer_at_once(arguments: list[str]) -> None:
         error = f"{arguments[0]!r} is no command: {error}" + (f"; did you mean {' or '.join(near)}?" if near else "")
     sys.stderr.write(f"lightning-rl: error: {error}\nAll options: lightning-rl --help\n")
     sys.exit(2)
-
-
-@contextlib.contextmanager
-def _quiet_interrupt() -> Iterator[None]:
-    """End the process without a traceback if Ctrl-C is pressed while packages are imported."""
-    # The handler raises nothing, because some packages turn a KeyboardInterrupt in their imports into other errors.
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 if __name__ == "__main__":
