@@ -85,9 +85,6 @@ class InterruptionGuard(Callback):
         is_main = threading.current_thread() is threading.main_thread()
         self._free = {s for s in signal.valid_signals() if _is_free(signal.getsignal(s))} if is_main else set()
         self._handled, self._received, self._stopping, self._requeue = [], {}, [], {}
-        for callback in trainer.checkpoint_callbacks:
-            if vars(callback).get("on_exception") is _save_nothing:  # since an earlier fit, maybe of another Trainer
-                del callback.on_exception
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the folders of checkpoints, and replace Lightning's signal handlers until the end of the fit."""
@@ -130,13 +127,14 @@ class InterruptionGuard(Callback):
             os._exit(128 + signum)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        # A resumed run would skip a due validation, or the end of the epoch: stop after these.
-        if not (validates_now(trainer) or ends_epoch(trainer) or _is_over(trainer)):
+        # A resumed run would skip a due validation, or the end of the epoch: stop after these. It would not know that
+        # the run ends with this rollout anyway (`should_stop`), and train longer.
+        if not (validates_now(trainer) or ends_epoch(trainer) or trainer.should_stop):
             self._stop_if_asked(trainer, pl_module, "on_train_batch_end", *args)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_fitting = trainer.state.fn == "fit" and not trainer.sanity_checking
-        if is_fitting and not (ends_epoch(trainer) or _is_over(trainer)):
+        if is_fitting and not (ends_epoch(trainer) or trainer.should_stop):
             self._stop_if_asked(trainer, pl_module, "on_validation_end")
 
     def _stop_if_asked(self, trainer: Trainer, pl_module: LightningModule, hook: str, *args: object) -> None:
@@ -151,10 +149,9 @@ class InterruptionGuard(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save; the run stops when the next epoch starts, after later callbacks have saved or stopped training."""
-        if not _is_over(trainer):
-            self._stopping = self._received_by_any(trainer, pl_module)
-            if self._stopping:
-                self._save(trainer, self._stopping)
+        if not trainer.should_stop and (received := self._received_by_any(trainer, pl_module)):
+            self._save(trainer, received)
+            self._stopping = received
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._stopping:
@@ -162,8 +159,7 @@ class InterruptionGuard(Callback):
 
     def _stop_waiting(self, trainer: Trainer) -> None:
         """Save and stop if a signal arrived during the wait for an actor; several ranks save after the rollout."""
-        received = [signum for signum in self._handled if signum in self._received]
-        if received and trainer.world_size == 1:
+        if trainer.world_size == 1 and (received := self._received_by_any(trainer, trainer.lightning_module)):
             self._save(trainer, received)
             _exit(received[0], trainer.is_global_zero)
 
@@ -205,7 +201,7 @@ class InterruptionGuard(Callback):
             reason = "ended this rank, and a checkpoint has the state of all ranks"
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
-                callback.on_exception = _save_nothing  # type: ignore[method-assign]
+                callback.on_exception = partial(_save_nothing, callback)  # type: ignore[method-assign]
                 rank_zero_warn(
                     f"{type(callback).__name__}: nothing was saved, because {type(exception).__name__} {reason}; "
                     "resume from the last checkpoint"
@@ -257,13 +253,6 @@ def _is_free(handler: object) -> bool:
     return handler in (signal.SIG_DFL, signal.default_int_handler) or isinstance(handler, EarlyTermination)
 
 
-def _is_over(trainer: Trainer) -> bool:
-    """Whether the run ends with this rollout anyway; a resumed run would not know that, and train longer."""
-    progress: Any = trainer.fit_loop.epoch_progress.current
-    has_minimum = progress.processed >= (trainer.min_epochs or 0) and trainer.global_step >= (trainer.min_steps or 0)
-    return trainer.should_stop and has_minimum
-
-
 def _save_beside_others(trainer: Trainer) -> None:
     folders = [c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]
     if not folders:
@@ -287,8 +276,9 @@ def _is_between_rollouts(trainer: Trainer) -> bool:
     return not (getattr(trainer.lightning_module, "updating", False) or getattr(datamodule, "rollout_pending", False))
 
 
-def _save_nothing(trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-    """Replace `on_exception` of a checkpoint callback."""
+def _save_nothing(callback: Checkpoint, *_: object) -> None:
+    """Replace `on_exception` of a checkpoint callback for one call."""
+    del callback.on_exception
 
 
 def _print(message: str) -> None:
