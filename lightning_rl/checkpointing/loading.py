@@ -14,7 +14,7 @@ from torch import Tensor
 import lightning_rl
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format
 from lightning_rl.files import read_data
-from lightning_rl.options import default_groups, parameters_of, with_changes
+from lightning_rl.options import default_groups, with_changes
 from lightning_rl.training.normalizers import reward_scale
 from lightning_rl.training.parameter_groups import PARTS, Part, part_of
 from lightning_rl.validation import ConfigurationError, check, constructor_options, import_class, loading
@@ -40,14 +40,9 @@ def from_checkpoint(
         is_own = saved == cls.__name__ and not cls.__module__.startswith("lightning_rl.")  # and may have been moved
         algorithm = cls if path is None or is_own else import_class("_class_path", path, LightningModule)
         options = constructor_options(algorithm, stored)
-        unknown = options.keys() - {parameter.name for parameter in parameters_of(algorithm)}
-        # A user's class without a constructor has the options of its base class.
+        # A user's class without options of its own can be loaded as its base class.
         is_other = saved in dir(lightning_rl) and saved not in {base.__name__ for base in algorithm.__mro__}
-        if unknown and saved == algorithm.__name__:
-            raise ConfigurationError(
-                f"checkpoint_path={str(source)!r} has options that {saved} does not have: {', '.join(sorted(unknown))}"
-            )
-        if is_other or unknown or not issubclass(algorithm, cls):
+        if is_other or not issubclass(algorithm, cls):
             raise ConfigurationError(
                 f"checkpoint_path={str(source)!r} is a checkpoint of {saved}, not of {cls.__name__}: "
                 f"use {saved}.load_from_checkpoint"

@@ -223,12 +223,11 @@ def adopt_settings(checkpoint: dict[str, Any], module: Any) -> None:  # an algor
     names = [f"{group}.{name}" for group in (*_OPTIMIZERS, SCHEDULER) for name in ("name", "options")]
     if all(stored.get(name) == own[name] for name in (*names, "optimizer.groups")):
         return
-    arguments = _argument_names(stored) | _argument_names(own)
+    # Without a new scheduler, `_adopt_learning_rates` has set the rates.
+    kept = {"params", "lr", "initial_lr"} if keeps_schedule else {"params"}
     for state, optimizer in zip(checkpoint["optimizer_states"], optimizers, strict=True):
         for group, new in zip(state["param_groups"], optimizer.param_groups, strict=True):
-            # A new scheduler has already written its first learning rate and its own entries into the group.
-            taken = arguments if keeps_schedule else new.keys() - {"params"}
-            group |= {name: new[name] for name in taken if name in new}
+            group |= {name: value for name, value in new.items() if name not in kept}
             if SCALE not in new:
                 group.pop(SCALE, None)
     if not keeps_schedule:
@@ -238,23 +237,16 @@ def adopt_settings(checkpoint: dict[str, Any], module: Any) -> None:  # an algor
         state |= {name: new[name] for name in taken if name in new and name != "last_epoch"}
 
 
-def _argument_names(options: Mapping[str, Any]) -> set[str]:
-    given = [options.get(f"{group}.options") or {} for group in _OPTIMIZERS]
-    given += (options.get("optimizer.groups") or {}).values()
-    return {name for arguments in given for name in arguments}
-
-
 def _adopt_learning_rates(
     checkpoint: dict[str, Any], stored: Mapping[str, Any], own: Mapping[str, Any], optimizers: Sequence[Optimizer]
 ) -> None:
     states, schedulers = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
-        before, now = (_initial_rate(options, index) for options in (stored, own))
-        was_scheduled = _is_scheduled(stored, index) and not _is_scheduled(own, index)
+        (before, was_scheduled), (now, is_scheduled) = (_initial_rate(options, index) for options in (stored, own))
         scheduler = schedulers[index] if index < len(schedulers) else {}
         for number, (group, new) in enumerate(zip(state["param_groups"], optimizer.param_groups, strict=True)):
             first, first_now = before * group.get(SCALE, 1.0), now * new.get(SCALE, 1.0)
-            if was_scheduled:
+            if was_scheduled and not is_scheduled:
                 group["lr"] = new["lr"]
             elif first != first_now:
                 rates: list[tuple[Any, str | int]] = [(group, name) for name in ("lr", "initial_lr") if name in group]
@@ -263,20 +255,12 @@ def _adopt_learning_rates(
                     holder[key] = holder[key] / first * first_now if first else first_now
 
 
-def _is_scheduled(options: Mapping[str, Any], index: int) -> bool:
-    adapts = options.get("optimizer.adaptive_learning_rate") and not _is_of_critic(options, index)
-    return bool(options.get("optimizer.anneal") or adapts or isinstance(_rate(options, index), dict))
-
-
-def _initial_rate(options: Mapping[str, Any], index: int) -> float:
-    return parse_schedule("learning_rate", _rate(options, index)).at(0, None)
-
-
-def _rate(options: Mapping[str, Any], index: int) -> Any:  # a number or a schedule
-    critics = options.get("optimizer.critic.learning_rate")
-    return critics if critics is not None and _is_of_critic(options, index) else options["learning_rate"]
-
-
-def _is_of_critic(options: Mapping[str, Any], index: int) -> bool:
+def _initial_rate(options: Mapping[str, Any], index: int) -> tuple[float, bool]:
+    """Return the initial learning rate of an optimizer, and whether an option other than the scheduler changes it."""
     # The order is actor, critic, then actor and critic of the auxiliary phase.
-    return index % 2 == 1 and has_own_critic_optimizer(options)
+    is_critic = index % 2 == 1 and has_own_critic_optimizer(options)
+    of_critic = options.get("optimizer.critic.learning_rate") if is_critic else None
+    rate = options["learning_rate"] if of_critic is None else of_critic  # a number or a schedule
+    adapts = options.get("optimizer.adaptive_learning_rate") and not is_critic
+    changes_rate = bool(options.get("optimizer.anneal") or adapts or isinstance(rate, dict))
+    return parse_schedule("learning_rate", rate).at(0, None), changes_rate
