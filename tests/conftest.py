@@ -1,14 +1,28 @@
 """One thread for every test: the networks are small, and results must not depend on the machine."""
 
+import gc
 import logging
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+gc.disable()  # until all tests are imported
 
-import pytest
-import torch
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
-from lightning_rl.fast import PPOLoss
+from lightning_rl.fast import PPOLoss  # noqa: E402
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leave the modules and the tests out of the collections of garbage, which would search them again and again."""
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -160,9 +160,11 @@ def _server() -> socket.socket:
 
 def _serve(requests: socket.socket) -> None:
     """Fork a program for each request until the tests have ended."""
+    gc.disable()  # collections would search the modules again and again
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()  # so that collections of the programs copy no memory
+    gc.enable()
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     base = [entry for entry in sys.path[1:] if entry not in {*given}]
     while True:
