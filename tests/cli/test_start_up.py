@@ -16,6 +16,7 @@ import pytest
 import lightning_rl
 from lightning_rl import __version__
 from lightning_rl.__main__ import run
+from tests import programs
 from tests.cli.test_main import SMALL
 
 ROOT = Path(__file__).parents[2]
@@ -130,13 +131,7 @@ def test_program_in_an_archive_starts_further_ranks(in_tmp_path):
     with zipfile.ZipFile("lightning-rl.exe", "w") as archive:  # as pip installs it on Windows
         archive.writestr("__main__.py", "from lightning_rl.__main__ import run\nrun()\n")
     options = [*SMALL, "--trainer.fast_dev_run=1", "--trainer.devices=2", "--trainer.strategy=ddp"]
-    done = subprocess.run(
-        [sys.executable, "lightning-rl.exe", "fit", *options],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = programs.run("lightning-rl.exe", "fit", *options, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert "GLOBAL_RANK: 1, MEMBER: 2/2" in done.stderr
 

@@ -6,8 +6,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.programs import Program
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,16 +41,19 @@ def gone_within(pids: list[int], seconds: float) -> bool:
 def test_no_actor_outlives_its_learner(signum, to_all, code, said):
     """Neither a killed learner, nor one that gets Ctrl-C, which a terminal also sends to actors; they ignore it."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.data.learner_script"]
-    learner = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    arguments = ["-m", "tests.data.learner_script"]
+    if signum == signal.SIGKILL:  # after which an interpreter does nothing
+        learner: Any = Program(*arguments, cwd=ROOT, env=environment)
+    else:
+        learner = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
     try:
         assert learner.stdout is not None
         pids = [int(pid) for pid in learner.stdout.readline().split()]

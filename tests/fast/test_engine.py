@@ -4,8 +4,6 @@ import logging
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import lightning_rl
 from lightning_rl import A2C, IMPALA, PPG, PPO, PPOKLPenalty, fast
 from lightning_rl.fast.engine import closed_form_of
 from lightning_rl.training.gradient_steps import EagerEngine
+from tests import programs
 from tests.helpers import DISCRETE, VECTOR, make_data, make_model, make_trainer
 
 PACKAGE = Path(lightning_rl.__file__).parent
@@ -236,8 +235,7 @@ def test_package_trains_without_the_folder(tmp_path):
             DOOR.sub("", re.sub(r"\bfast\.\w+\([\w.]+\)( or )?", lambda found: "" if found[1] else "None", text))
         )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-W", "ignore", "-c", f"import torch; torch.manual_seed(1)\n{TRAIN}"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    done = programs.run("-c", f"import torch; torch.manual_seed(1)\n{TRAIN}", cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert "engine: EagerEngine Adam\n" in done.stdout
     assert float(done.stdout.split("return:")[1]) > 100  # about 20 at random
