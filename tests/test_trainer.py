@@ -783,28 +783,31 @@ def test_model_made_in_a_script_loads_with_its_optimiser_weights_and_statistics(
     assert loaded.observation_space == data.observation_space
 
 
-@pytest.mark.parametrize("algorithm", [PPO, A2C])
-def test_checkpoint_loads_where_the_package_cannot_be_imported(algorithm, tmp_path):
-    data = make_data()
-    optimizer = {"name": torch.optim.AdamW, "options": {"weight_decay": 0.1}, "anneal": True}
-    options = {"policy": {"hidden_sizes": (16,)}, "optimizer": optimizer, "learning_rate": np.float64(1e-3)}
-    model = algorithm(data.observation_space, data.action_space, **options, **NORMALIZED)
-    trainer = make_trainer(
-        enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(tmp_path, monitor="val/episode_return", mode="max", save_last=True)],
-        limit_val_batches=1,
-    )
-    trainer.fit(model, data)
-    script = f"""
+def test_checkpoints_load_where_the_package_cannot_be_imported(tmp_path):
+    for algorithm in (PPO, A2C):
+        data = make_data()
+        optimizer = {"name": torch.optim.AdamW, "options": {"weight_decay": 0.1}, "anneal": True}
+        options = {"policy": {"hidden_sizes": (16,)}, "optimizer": optimizer, "learning_rate": np.float64(1e-3)}
+        model = algorithm(data.observation_space, data.action_space, **options, **NORMALIZED)
+        folder = tmp_path / algorithm.__name__
+        trainer = make_trainer(
+            enable_checkpointing=True,
+            callbacks=[ModelCheckpoint(folder, monitor="val/episode_return", mode="max", save_last=True)],
+            limit_val_batches=1,
+        )
+        trainer.fit(model, data)
+    script = """
 import sys
 for name in ("lightning_rl", "lightning", "gymnasium", "numpy"):
     sys.modules[name] = None  # cannot be imported
 import torch
-checkpoint = torch.load({str(tmp_path / "last.ckpt")!r}, weights_only=True)
-print(checkpoint["lightning_rl"]["env_steps"], checkpoint["hyper_parameters"]["optimizer"]["name"])
+for folder in ("PPO", "A2C"):
+    checkpoint = torch.load(f"{folder}/last.ckpt", weights_only=True)
+    print(checkpoint["lightning_rl"]["env_steps"], checkpoint["hyper_parameters"]["optimizer"]["name"])
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["64", "torch.optim.adamw.AdamW"], done.stderr
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["64", "torch.optim.adamw.AdamW"] * 2, done.stderr
 
 
 @pytest.mark.parametrize(
