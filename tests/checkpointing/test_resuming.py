@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,27 @@ class Doubled(PPO):
 SETTINGS["doubled"] = {"env_id": "CartPole-v1"}, {"algorithm": Doubled}
 
 
+@pytest.fixture(scope="module")
+def after_4(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of a run of 4 rollouts, which is trained once for each setting."""
+    trained: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        setting = repr(SETTINGS[name])  # tests replace some
+        if setting not in trained:
+            fit(name, path := tmp_path_factory.mktemp("first"), 4)
+            trained[setting] = path
+        return trained[setting]
+
+    return folder
+
+
 @pytest.fixture
-def resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
+def resume(after_4: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
     """Train for 4 rollouts, change something, and train for 2 more."""
 
     def run(name: str, stop: int = 6, **changes: Any) -> tuple[PPO, list[str]]:
-        fit(name, tmp_path / "first", 4)
+        shutil.copytree(after_4(name), tmp_path / "first", dirs_exist_ok=True)
         caplog.clear()
         with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
             model = fit(name, tmp_path / "second", stop, str(tmp_path / "first/after_4.ckpt"), **changes)
@@ -435,8 +452,8 @@ def test_new_number_of_environments_keeps_existing_ones(num_envs, backend, resum
     ranks = torch.load(tmp_path / "first/after_4.ckpt", weights_only=True)["RolloutDataModule"]["ranks"]
     left = torch.stack([record["observation"] for record in ranks[0]["environments"]["environments"]])
     both = min(num_envs, 3)
-    assert torch.equal(begun[4][:both], left[:both])
-    assert len(begun[4]) == num_envs == len(begun[4].unique(dim=0))
+    assert torch.equal(begun[-2][:both], left[:both])
+    assert len(begun[-2]) == num_envs == len(begun[-2].unique(dim=0))
     assert model.env_steps == 4 * 72 + 2 * 24 * num_envs
     assert model.reward_normalizer.moments.count == model.env_steps
     assert not [w for w in recwarn if "could not be restored" in str(w.message)]
