@@ -178,21 +178,36 @@ def value_cloning_loss(values: Tensor, old_values: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
+def explained_variance(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return `1 - Var[target - prediction] / Var[target]`, a scalar without gradient; NaN if the targets do not vary.
 
     1 if predictions equal the targets up to a constant, 0 for a constant prediction, negative if worse than that. The
-    arguments have equal shapes.
+    arguments have equal shapes; `weights` are at least 0, None for equal weights.
     """
     dtype = computation_dtype(predictions, targets)
     check.same_shape(targets=targets, predictions=predictions)
     targets = targets.to(dtype)
     if not targets.numel():  # a rollout that only resets; PyTorch would warn about the variance
         return targets.new_tensor(torch.nan)
-    both = torch.stack([targets - predictions, targets]).view(2, -1)
-    # As in `normalize_rows`.
-    unexplained, total = (both - both[:, :1]).var(1, correction=0).unbind()
+    if weights is None:
+        both = torch.stack([targets - predictions, targets]).view(2, -1)
+        # As in `normalize_rows`.
+        unexplained, total = (both - both[:, :1]).var(1, correction=0).unbind()
+    else:
+        weights = weights.to(dtype)
+        check.same_shape(targets=targets, weights=weights)
+        unexplained = (weights * _centered(targets - predictions, weights).square()).sum()
+        total = (weights * _centered(targets, weights).square()).sum()
     return torch.where(total > 0, 1 - unexplained / total, torch.nan)
+
+
+def _centered(x: Tensor, weights: Tensor) -> Tensor:
+    """Subtract the weighted mean; entries of weight 0 become 0."""
+    valid = weights != 0
+    # An entry is subtracted first, so that equal entries give exact zeros: their mean is rounded, and dividing the
+    # error of the last bit by a tiny deviation would give noise of order 1.
+    shifted = torch.where(valid, x - torch.where(valid, x, -torch.inf).amax(), 0.0)
+    return torch.where(valid, shifted - (weights * shifted).sum() / weights.sum(), 0.0)
 
 
 @torch.no_grad()

@@ -1,11 +1,15 @@
 """Explained variance and normalization."""
 
+import math
+
 import pytest
 import torch
 
 from lightning_rl.functional import explained_variance, normalize_rows
 
 from .helpers import close, randn
+
+NAN, INF = math.nan, math.inf
 
 
 def test_half_precision_is_reduced_in_float32() -> None:
@@ -31,7 +35,16 @@ def test_explained_variance_of_constant_targets_is_nan(constant: float) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_explained_variance_of_no_entries_is_nan_without_a_warning() -> None:
-    assert explained_variance(torch.zeros(0), torch.zeros(0)).isnan()
+    for weights in (None, torch.zeros(0)):
+        assert explained_variance(torch.zeros(0), torch.zeros(0), weights).isnan()
+
+
+def test_explained_variance_ignores_masked_entries() -> None:
+    predictions, targets, weights = randn(20), randn(20, seed=1), (torch.arange(20) % 3 > 0).double()
+    expected = explained_variance(predictions[weights > 0], targets[weights > 0])
+    predictions[0], targets[3] = NAN, INF
+    close(explained_variance(predictions, targets, weights), expected)
+    close(explained_variance(predictions, targets, 7 * weights), expected)
 
 
 def test_normalization_uses_the_unbiased_deviation_of_each_row() -> None:
@@ -59,5 +72,9 @@ def test_normalization_far_from_zero_is_accurate() -> None:
 
 def test_wrong_shapes_raise_with_the_argument_name() -> None:
     x, column = torch.zeros(4), torch.zeros(4, 1)
-    with pytest.raises(ValueError, match=r"predictions has shape \[4, 1\], expected \[4\]"):
-        explained_variance(column, x)
+    for name, call in [
+        ("predictions", lambda: explained_variance(column, x)),
+        ("weights", lambda: explained_variance(x, x, column)),
+    ]:
+        with pytest.raises(ValueError, match=rf"{name} has shape \[4, 1\], expected \[4\]"):
+            call()

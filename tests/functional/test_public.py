@@ -61,7 +61,7 @@ def test_no_function_reads_a_value_on_the_host() -> None:
             functional.approx_kl_k2(x),
             functional.approx_kl_k3(x),
             functional.clip_indicator(x, number),
-            functional.explained_variance(x, x),
+            functional.explained_variance(x, x, x),
             functional.normalize_rows(x),
             functional.kl_cutoff_penalty(x.mean(), 0.01, 2.0),
             functional.adapted_kl_coef(x.mean(), x.mean(), 0.01, 0.3),
