@@ -329,6 +329,10 @@ class OnPolicyAlgorithm(LightningModule):
         """Number of environment steps of all ranks that were learned from: the clock of the run."""
         return self.clock.env_steps
 
+    @env_steps.setter
+    def env_steps(self, env_steps: int) -> None:
+        self.clock.env_steps = env_steps
+
     @property
     def policy_version(self) -> int:
         """Number of rollouts that were learned from."""

@@ -38,6 +38,7 @@ class TensorEnvironments(EnvironmentBatch):
         self._not_finite: Tensor | None = None
         self._is_checked = False
         self._advance = _advance
+        self._own: Any = None
         own: Any = env
         while isinstance(own, TransformReward):
             own = own.env
