@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space, create_empty_array, iterate
-from gymnasium.wrappers.vector import TransformReward
 
 from lightning_rl.environments.contract import (
     FAILURE,
@@ -43,6 +42,7 @@ from lightning_rl.environments.contract import (
 )
 from lightning_rl.environments.episodes import check_info, fit
 from lightning_rl.environments.wrappers.history import History
+from lightning_rl.environments.wrappers.transforms import RewardTransform
 from lightning_rl.nested import Nested, leaves, map_leaves, map_paths, map_space, nested_paths
 from lightning_rl.validation import ConfigurationError, check
 
@@ -70,56 +70,6 @@ class NativeCartPole(VectorWrapper):
         env.np_random.bit_generator.state = state["random"]
         for name in self._ARRAYS:
             setattr(env, name, state[name].copy())
-
-
-# No type arguments: VectorWrapper takes none before Gymnasium 1.4.
-class CheckedArrays(VectorWrapper):
-    """Checks values of a vectorized environment, returns boolean flags, and passes copies of the actions.
-
-    Observations whose dtype is not the dtype of their space are checked in every step, other values in the first one.
-    `recorded` and `restore` add the last observations to the environment's own `state_dict`; `seed` is its first seed.
-    """
-
-    def __init__(self, env: Any, seed: Any) -> None:
-        super().__init__(env)
-        self._seed, self._observations = seed, None
-        self._is_same_step = autoreset_mode(env) is AutoresetMode.SAME_STEP
-        self._is_checked = False
-
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        observations, infos = self.env.reset(seed=seed, options=options)
-        if not self._is_checked:
-            check_values(self.env, observations, infos)
-        self._observations = observations
-        return observations, infos
-
-    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
-        # Copies, since an environment may write into its action.
-        observations, rewards, terminated, truncated, infos = self.env.step(map_leaves(np.copy, actions))
-        if not self._is_checked:
-            rows = {"rewards": rewards, "terminated": terminated, "truncated": truncated}
-            self._is_checked = check_values(self.env, observations, infos, **rows)
-        terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
-        if self._is_same_step and (terminated | truncated).any():
-            if "final_obs" not in infos:
-                what = "returned no info['final_obs'] at the end of an episode"
-                raise Unexpected(f"{what}: expected it in SAME_STEP mode")
-            if (counts := {len(leaf) for leaf in leaves(infos["final_obs"])}) != {self.num_envs}:
-                raise Unexpected(f"returned info['final_obs'] of {min(counts)} rows: expected one for each environment")
-        self._observations = observations
-        return observations, np.asarray(rewards), terminated, truncated, infos
-
-    def recorded(self) -> dict[str, Any]:
-        own: Any = self.env
-        return {"own": own.state_dict(), "observations": self._observations}
-
-    def restore(self, state: dict[str, Any]) -> tuple[Array, Nested, dict[str, Any]]:
-        """Load a state after a reset; return the same as `EnvironmentPool.restore`."""
-        self.reset(seed=self._seed)
-        own: Any = self.env
-        own.load_state_dict(state["own"])
-        self._observations = state["observations"]
-        return np.ones(self.num_envs, bool), self._observations, {}
 
 
 def check_values(env: Any, observations: Nested, infos: Any, **rows: Any) -> bool:
@@ -209,8 +159,7 @@ class EnvironmentPool(VectorEnv[Any, Any, Any], ABC):
         raise NotImplementedError
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        # Copies, since an environment may write into its action.
-        taken = enumerate(iterate(self.action_space, map_leaves(np.copy, actions)))
+        taken = enumerate(iterate(self.action_space, actions))
         outcomes = self.ask({index: ("step", action) for index, action in taken})
         return self.observations, *together(outcomes)
 
@@ -291,15 +240,6 @@ class LocalVectorEnv(EnvironmentPool):
                 stack.enter_context(env)
 
 
-def stateful_part(env: Any) -> Any:  # vector environments
-    """Return the environment that can record and restore; None if it cannot, or if a wrapper may have a state too."""
-    while isinstance(env, TransformReward):
-        env = env.env
-    if isinstance(env, CheckedArrays) and not hasattr(env.env, "load_state_dict"):
-        env = env.env
-    return env if hasattr(env, "restore") else None
-
-
 def for_seeds(records: list[dict[str, Any]], seeds: list[int]) -> list[dict[str, Any]]:
     """Return the records of `len(seeds)` environments; additional environments begin new streams."""
     # Episode -1 comes before the first episode of the new stream.
@@ -363,7 +303,12 @@ class EnvironmentBatch:
     * with `NEXT_STEP` (and EnvPool) the final observation; the next step resets and is not `valid`;
     * with `DISABLED` the final observation; `EnvironmentBatch` then resets the environment.
 
-    `can_step_ahead` is whether half of the environments can step while the policy acts on the other half.
+    Values of vectorized environments are checked in the first step, observations whose dtype is not the dtype of their
+    space in every step.
+
+    Attributes:
+        can_step_ahead: Whether half of the environments can step while the policy acts on the other half.
+        observations: The last observations of `env`; None before the first reset.
 
     Args:
         env: The environments; without `metadata["autoreset_mode"]` a `ConfigurationError` is raised.
@@ -372,8 +317,11 @@ class EnvironmentBatch:
             number for native environments, None for EnvPool, which gets its seeds in the constructor.
         histories: Parts that are added to the observations of `env`, in this order.
         read_repeats: Returns simulation steps and action repeats, see `action_repeat.read_repeats`; None: no repeats.
+        transform: Scales and clips the rewards, `[B]`.
         evaluation: Whether these are evaluation environments.
     """
+
+    _own_kind = "arrays"
 
     def __init__(
         self,
@@ -382,10 +330,13 @@ class EnvironmentBatch:
         reset_seed: list[int] | Array | int | None,
         histories: Sequence[History] = (),
         read_repeats: Callable[[dict[str, Any], Array], tuple[int, Array | None]] | None = None,
+        transform: RewardTransform | None = None,
         evaluation: bool = False,
     ) -> None:
         self.env = env
-        self._read_repeats = read_repeats
+        self.observations: Nested = None
+        self._is_checked = False
+        self._read_repeats, self._transform = read_repeats, transform
         self.num_envs = env.num_envs
         self.num_agents: int = (env.metadata or {}).get(NUM_AGENTS, 1)
         self._histories = histories
@@ -398,16 +349,17 @@ class EnvironmentBatch:
         # Functions of the rows of each leaf; None for integers of a `Box`.
         self._find_bad = map_paths(find_bad, env.single_observation_space)
         self._failures: list[str] = []
-        self._pool = env.unwrapped if isinstance(env.unwrapped, EnvironmentPool) else None
+        self._pool: Any = env.unwrapped if isinstance(env.unwrapped, EnvironmentPool) else None
         if self._pool is not None:
             self._pool.tracker = self._tracker
-        self._base = stateful_part(env)
-        self._kind_of_state: str | None = None if self._base is None else "arrays"
-        if self._pool is not None and self._base is self._pool:
+        # Wrappers may have a state too, so that only the state of environments without wrappers is known.
+        has_state = hasattr(env, "load_state_dict") or hasattr(env, "restore")
+        self._kind_of_state = self._own_kind if has_state else None
+        if env is self._pool:
             self._kind_of_state = "episodes"
         # The policy acts on the observations of the workers, before any wrapper or history changes them.
-        are_own = self._kind_of_state == "episodes" and not histories
-        self.can_step_ahead = are_own and self._base.steps_ahead
+        are_own = env is self._pool and not histories
+        self.can_step_ahead = are_own and self._pool.steps_ahead
         # Which environments the next step resets; None: no environment.
         self._resets_next: Any = None
 
@@ -421,7 +373,7 @@ class EnvironmentBatch:
 
     def choose_ahead(self, choose: ChooseAhead) -> None:
         """Let `choose` choose actions in the next step, see `WorkerPool.choose_ahead`; requires `can_step_ahead`."""
-        self._base.choose_ahead = choose
+        self._pool.choose_ahead = choose
 
     def step(self, actions: Any) -> Step:  # nested
         """Step every environment once.
@@ -431,9 +383,15 @@ class EnvironmentBatch:
         """
         self._tracker.clock += 1
         try:
-            observations, rewards, terminated, truncated, infos = self.env.step(actions)
+            # Copies, since an environment may write into its action.
+            observations, rewards, terminated, truncated, infos = self.env.step(map_leaves(np.copy, actions))
+            if self._pool is None:
+                rewards, terminated, truncated = self._checked(observations, rewards, terminated, truncated, infos)
         except BaseException as error:  # not `_named`, which costs a microsecond
             self._raise_named(error, "step")
+        self.observations = observations
+        if self._transform is not None:
+            rewards = self._transform(rewards)
         failed = self._note_failures(infos) if FAILURE in infos else ()
         if rewards.dtype.kind == "f" and not surely_finite(rewards):
             self._check_rows(partial(find_not_finite, "reward"), rewards)
@@ -537,12 +495,16 @@ class EnvironmentBatch:
         """
         if self._kind_of_state is None:
             return None
+        own: Any = self.env
         with self._named("recorded"):
-            environments = to_tensors(self._base.recorded(), "environment")
+            if hasattr(own, "recorded"):
+                environments = own.recorded()
+            else:
+                environments = {"own": own.state_dict(), "observations": self.observations}
         return {
             "kind": self._kind_of_state,
             "num_envs": self.num_envs,
-            "environments": environments,
+            "environments": to_tensors(environments, "environment"),
             "histories": to_tensors([history.memory for history in self._histories], "history"),
             "resets_next": to_tensors(self._resets_next, "resets_next"),
         }
@@ -556,14 +518,20 @@ class EnvironmentBatch:
             environments = for_seeds(environments, self._tracker.streams)
         elif state["num_envs"] != self.num_envs:
             return None
-        self._resets_next = to_arrays(state["resets_next"])
+        own: Any = self.env
         with self._named("restore"):
-            exact, observations, infos = self._base.restore(environments)
+            if hasattr(own, "restore"):
+                exact, self.observations, infos = own.restore(environments)
+            else:
+                self.reset()
+                own.load_state_dict(environments["own"])
+                exact, self.observations, infos = np.ones(self.num_envs, bool), environments["observations"], {}
+        self._resets_next = to_arrays(state["resets_next"])
         if not exact.all():
             self._tracker.start(~exact)
         for history, memory in zip(self._histories, state["histories"], strict=True):
             history.load(to_arrays(memory))
-        return exact, self._begin_histories(~exact, observations, infos)
+        return exact, self._begin_histories(~exact, self.observations, infos)
 
     def close(self) -> None:
         with self._named("close"):
@@ -582,9 +550,28 @@ class EnvironmentBatch:
     def _reset(self, **kwargs: Any) -> tuple[Nested, dict[str, Any]]:  # the arguments of `VectorEnv.reset`
         with self._named("reset"):
             observations, infos = self.env.reset(**kwargs)
+            if self._pool is None and not self._is_checked:
+                check_values(self.env, observations, infos)
+        self.observations = observations
         if FAILURE in infos:
             self._note_failures(infos)
         return observations, infos
+
+    def _checked(
+        self, observations: Nested, rewards: Any, terminated: Any, truncated: Any, infos: dict[str, Any]
+    ) -> tuple[Array, Array, Array]:
+        """Check the values of a step of vectorized environments; return rewards and boolean flags in arrays."""
+        if not self._is_checked:
+            rows = {"rewards": rewards, "terminated": terminated, "truncated": truncated}
+            self._is_checked = check_values(self.env, observations, infos, **rows)
+        terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
+        if self.mode is AutoresetMode.SAME_STEP and (terminated | truncated).any():
+            if "final_obs" not in infos:
+                what = "returned no info['final_obs'] at the end of an episode"
+                raise Unexpected(f"{what}: expected it in SAME_STEP mode")
+            if (counts := {len(leaf) for leaf in leaves(infos["final_obs"])}) != {self.num_envs}:
+                raise Unexpected(f"returned info['final_obs'] of {min(counts)} rows: expected one for each environment")
+        return np.asarray(rewards), terminated, truncated
 
     def _with_finals(self, observations: Nested, finals: Nested, indices: list[int]) -> Nested:
         """Return observations with the final observations of the episodes that ended, at their `indices`."""

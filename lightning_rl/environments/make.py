@@ -18,7 +18,7 @@ from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing, VectorGameScore
-from lightning_rl.environments.batch import CheckedArrays, EnvironmentBatch, LocalVectorEnv, NativeCartPole
+from lightning_rl.environments.batch import EnvironmentBatch, LocalVectorEnv, NativeCartPole
 from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, role_prefix, summary
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.environments.registry import (
@@ -114,16 +114,18 @@ def _make_vectorized(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> 
     env = _wrapped(env, _split_wrappers(spec)[1])
     if spec.backend == "torch":
         if not spec.evaluation:
-            return TensorEnvironments(spec.wrap_tensors(env), seeds[0])
+            spec.check_tensors()
+            return TensorEnvironments(env, seeds[0], spec.reward_transform)
         env = AsArrays(env)
-    return _batch(spec, CheckedArrays(env, reset_seed), seeds, reset_seed, atari)
+    return _batch(spec, env, seeds, reset_seed, atari)
 
 
 def _batch(
     spec: EnvironmentSpec, env: Any, seeds: list[int], reset_seed: Seed, atari: AtariPreprocessing | None
 ) -> EnvironmentBatch:
     histories, read_repeats = spec.histories(env, _clips(atari)), _repeat_reader(spec, atari)
-    return EnvironmentBatch(spec.wrap_rewards(env), seeds, reset_seed, histories, read_repeats, spec.evaluation)
+    transform = None if spec.evaluation else spec.reward_transform
+    return EnvironmentBatch(env, seeds, reset_seed, histories, read_repeats, transform, spec.evaluation)
 
 
 def make_native(

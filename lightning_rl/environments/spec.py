@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, get_args
 
 import gymnasium
 from gymnasium.vector import VectorEnv, VectorWrapper
-from gymnasium.wrappers import vector as vector_wrappers
 
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.registry import parallel_module
@@ -213,18 +212,12 @@ class EnvironmentSpec:
             made.append(MaskedActions(space, env, given.action_mask))
         return made
 
-    def wrap_rewards(self, env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
-        """Scale and clip the rewards of environments of any backend; evaluation rewards are raw."""
-        transform = None if self.evaluation else self.reward_transform
-        return env if transform is None else vector_wrappers.TransformReward(env, transform)
-
-    def wrap_tensors(self, env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
-        """Apply the options of rewards to tensor environments; raise if an option of observations is set."""
+    def check_tensors(self) -> None:
+        """Raise a `ConfigurationError` if an option is set that tensor environments do not have."""
         expected = "its default with backend='torch', whose environments must transform observations themselves"
         for name in _OF_OBSERVATIONS:
             value = getattr(self.env, name)
             check(not value, f"env.{name}", value, expected)
-        return self.wrap_rewards(env)
 
     def for_evaluation(self) -> EnvironmentSpec:
         return replace(self, evaluation=True)

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
-from gymnasium.wrappers.vector import TransformReward
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
 
 from lightning_rl.environments.batch import EnvironmentBatch, Step, check_values, to_array
 from lightning_rl.environments.contract import EnvironmentFailure, Unexpected, autoreset_mode
+from lightning_rl.environments.wrappers.transforms import RewardTransform
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
 from lightning_rl.validation import check
 
@@ -28,23 +28,16 @@ class TensorEnvironments(EnvironmentBatch):
         env: A `gymnasium.vector.VectorEnv` with tensors and `metadata["autoreset_mode"]`. In `SAME_STEP` mode
             `info["final_obs"]`, if present, has the observations `[B, ...]` before resets.
         seed: Seed of its random generator.
+        transform: Scales and clips the rewards, `[B]`.
     """
 
-    def __init__(self, env: VectorEnv[Any, Any, Any], seed: int) -> None:
-        super().__init__(env, [seed], seed)
+    _own_kind = "tensors"
+
+    def __init__(self, env: VectorEnv[Any, Any, Any], seed: int, transform: RewardTransform | None = None) -> None:
+        super().__init__(env, [seed], seed, transform=transform)
         self.seed = seed
-        self.observations: Nested = None
-        """The last observations; None before the first reset."""
         self._not_finite: Tensor | None = None
-        self._is_checked = False
         self._advance = _advance
-        self._own: Any = None
-        own: Any = env
-        while isinstance(own, TransformReward):
-            own = own.env
-        # A wrapper may have a state too.
-        has_state = own is own.unwrapped and hasattr(own, "state_dict") and hasattr(own, "load_state_dict")
-        self._own, self._base, self._kind_of_state = (own, self, "tensors") if has_state else (None, None, None)
 
     def compile(self) -> None:
         """Compile the environment's `step` and the checks after it; code that PyTorch cannot trace runs uncompiled."""
@@ -58,6 +51,7 @@ class TensorEnvironments(EnvironmentBatch):
         with self._named("reset"):
             self.observations, infos = self.env.reset(seed=self.seed)
             _check_tensors(self.env, self.observations)
+            self._device = first_leaf(self.observations).device
             check_values(self.env, map_leaves(to_array, self.observations), infos)
         self._resets_next = None
         self._not_finite = None
@@ -67,7 +61,7 @@ class TensorEnvironments(EnvironmentBatch):
         self._tracker.clock += 1
         with self._named("step"):
             observations, rewards, terminated, truncated, infos, valid, ended, cut, bad = self._advance(
-                self.env, actions, self._resets_next
+                self.env, actions, self._resets_next, self._transform
             )
             if not self._is_checked:
                 rows = {"rewards": rewards, "terminated": terminated, "truncated": truncated}
@@ -112,18 +106,13 @@ class TensorEnvironments(EnvironmentBatch):
             shown = ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
             raise EnvironmentFailure(f"environment {shown} returned an observation or reward that is NaN or infinite")
 
-    def recorded(self) -> dict[str, Any]:
-        """Return the environment's own `state_dict()` and the last observations."""
-        return {"own": self._own.state_dict(), "observations": self.observations}
-
-    def restore(self, state: dict[str, Any]) -> tuple[np.ndarray[Any, Any], Nested, dict[str, Any]]:
-        """Load a state after a reset; return the same as `EnvironmentPool.restore`."""
-        resets_next = self._resets_next
-        device = first_leaf(self.reset()).device
-        self._own.load_state_dict(state["own"])
-        self.observations = map_leaves(lambda x: x.to(device), state["observations"])
-        self._resets_next = None if resets_next is None else resets_next.to(device)
-        return np.ones(self.num_envs, bool), self.observations, {}
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[np.ndarray[Any, Any], Nested] | None:
+        restored = super().load_state_dict(state)
+        if restored is None:
+            return None
+        self.observations = map_leaves(lambda x: x.to(self._device), self.observations)
+        self._resets_next = None if self._resets_next is None else self._resets_next.to(self._device)
+        return restored[0], self.observations
 
 
 def _check_tensors(env: VectorEnv[Any, Any, Any], observations: Nested) -> None:
@@ -132,13 +121,16 @@ def _check_tensors(env: VectorEnv[Any, Any, Any], observations: Nested) -> None:
     check(isinstance(first, Tensor), "backend", "torch", expected)
 
 
-def _advance(env: VectorEnv[Any, Any, Any], actions: Nested, resets: Tensor | None) -> tuple[Any, ...]:
+def _advance(
+    env: VectorEnv[Any, Any, Any], actions: Nested, resets: Tensor | None, transform: RewardTransform | None
+) -> tuple[Any, ...]:
     """Step all environments, and reset those in the mask `resets`.
 
     Return the values of `env.step`, with rewards of 0 where the step was a reset; `valid`, False there; whether the
     episode ended; whether it was truncated only; and whether a reward or observation is NaN or infinite.
     """
     observations, rewards, terminated, truncated, infos = env.step(actions)
+    rewards = rewards if transform is None else transform(rewards)
     terminated, truncated = terminated.bool(), truncated.bool()
     valid = None if resets is None else ~resets
     if valid is not None:
