@@ -403,15 +403,16 @@ class EnvironmentBatch:
         if IDLE in infos:
             valid = ~infos[IDLE]
         any_ended = np.count_nonzero(ended) > 0  # faster than `any` for few environments
-        begins: Array | None = self._resets_next
         if self.mode is AutoresetMode.NEXT_STEP:
-            if begins is not None:
-                valid = ~begins
+            if self._resets_next is not None:
+                valid = ~self._resets_next
                 rewards = np.where(valid, rewards, 0)
             self._resets_next = ended if any_ended else None
         repeats: tuple[int | None, Array | None] = (None, None)
         if self._read_repeats is not None:
             repeats = self._read_repeats(infos, np.ones(self.num_envs, bool) if valid is None else valid)
+        # A reset, the last idle step and a replaced environment begin an episode.
+        begins = None if valid is None else ~valid
         at_ends = np.flatnonzero(ended).tolist() if any_ended else []
         reached, first_infos = observations, infos
         if any_ended and self.mode is AutoresetMode.SAME_STEP:
@@ -430,10 +431,7 @@ class EnvironmentBatch:
                 observations, first_infos = self._reset(options={"reset_mask": ended})
             if self.mode is not AutoresetMode.NEXT_STEP:
                 self._check_observations(observations)
-                begins = ended
-        for key in (IDLE, LOST):  # the last idle step, and a replaced environment, begin an episode
-            if key in infos:
-                begins = infos[key] if begins is None else begins | infos[key]
+                begins = ended if begins is None else begins | ended
         if begins is not None:
             shown = self._begin_histories(begins, observations, first_infos)
         return Step(shown, rewards, terminated, truncated, valid, finals, infos, failed, *repeats)

@@ -100,7 +100,7 @@ class WorkerFailure(Exception):
     """Environments `indices` failed; `EnvironmentBatch` adds their episodes and steps."""
 
     def __init__(self, indices: Sequence[int], what: str) -> None:
-        super().__init__(f"environment {', '.join(map(str, indices)) or '(unknown)'} {what}")
+        super().__init__(f"environment {', '.join(map(str, indices))} {what}")
         self.indices = indices
         self.what = what
 
@@ -317,8 +317,7 @@ class EpisodeTracker:
         return describe(index, episode, seed, step, self._evaluation)
 
     def labels(self, indices: Sequence[int]) -> str:
-        each = (self.label_at(index, *self.where(index)[1:]) for index in indices)
-        return ", ".join(each) or f"an {role_prefix(self._evaluation)}environment"
+        return ", ".join(self.label_at(index, *self.where(index)[1:]) for index in indices)
 
     def restore(self, records: Sequence[dict[str, Any]]) -> None:
         """Set the stream, episode and step of each environment from its `SeededEpisodes.recorded`."""
