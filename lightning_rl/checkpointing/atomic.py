@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import glob
+import contextlib
 import os
 import threading
 import time
@@ -73,7 +73,7 @@ class LastCheckpoint(ModelCheckpoint):
     `InterruptionGuard` saves it once more when a signal stops the run.
 
     Args:
-        dirpath: Folder; by default `checkpoints` in the folder of the logger.
+        dirpath: Folder; by default `checkpoints` in the folder of the logger, on the command line in that of the run.
         train_time_interval: Also save within an epoch, after the first rollout that ends this long after the last save.
             Rollouts that are followed by a validation are excluded, since a run that resumes there would skip the
             validation. None saves only at the end of epochs.
@@ -89,10 +89,6 @@ class LastCheckpoint(ModelCheckpoint):
     def save(self, trainer: Trainer) -> None:
         """Save now; call it between two rollouts, on all ranks."""
         self.on_train_epoch_end(trainer, trainer.lightning_module)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        self._saved_at = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
@@ -161,36 +157,31 @@ class _EventWriter:
     """Wraps TensorBoard's `EventFileWriter`; the first `flush` or `close` after a failed write raises `LogFailure`."""
 
     def __init__(self, writer: Any) -> None:  # has no types
-        self._writer, self._folder = writer, writer.get_logdir()
-        files = glob.glob(os.path.join(glob.escape(self._folder), f"events.out.tfevents.*.{os.getpid()}.*"))
-        self._path = max(files, key=os.path.getmtime, default=self._folder)
-        self._error: OSError | None = None
-        self._has_raised = False
+        self._writer = writer
+        self._has_failed = False
 
     def get_logdir(self) -> str:
-        return str(self._folder)
+        return str(self._writer.get_logdir())
 
     def add_event(self, event: object) -> None:
-        self._call(self._writer.add_event, event)
+        with contextlib.suppress(OSError):  # for which Lightning would blame the value; `flush` raises it again
+            self._writer.add_event(event)
 
     def flush(self) -> None:
         self._call(self._writer.flush)
-        self._raise_once()
 
     def close(self) -> None:
         self._call(self._writer.close)
-        self._raise_once()
 
-    def _call(self, method: Callable[..., None], *args: object) -> None:
+    def _call(self, method: Callable[[], None]) -> None:
+        if self._has_failed:
+            return
         try:
-            method(*args)
+            method()
         except OSError as error:
-            self._error = self._error or error
-
-    def _raise_once(self) -> None:
-        if self._error is not None and not self._has_raised:
-            self._has_raised = True
+            self._has_failed = True
+            path = os.path.join(self.get_logdir(), "events.out.tfevents.*")
             raise LogFailure(
-                f"log {self._path!r} could not be written: {self._error.strerror or self._error}. Free some space or "
-                "choose another folder, then resume from the last checkpoint"
-            ) from self._error
+                f"log {path!r} could not be written: {error.strerror or error}. Free some space or choose another "
+                "folder, then resume from the last checkpoint"
+            ) from error
