@@ -93,7 +93,6 @@ class OnPolicyCLI(LightningCLI):
     """Folder of the run; None if nothing is written."""
     checkpoint: dict[str, Any] | None = None
     """The checkpoint to resume or to evaluate, until it is compared with the model."""
-    _purge_step: int | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # as in Lightning
         self._lock = run_folders.RunLock()
@@ -161,7 +160,6 @@ class OnPolicyCLI(LightningCLI):
         if path is not None:
             self.checkpoint = read_checkpoint(path, mapped=True)  # the Trainer reads the whole file later
             steps = self.checkpoint[CHECKPOINT_KEY]["env_steps"]
-            self._purge_step = steps + 1
             self.run_dir = run_folders.run_dir_of(Path(path), steps)
             where = " in a NEW run folder" if self._fits and self.run_dir is None else ""
             what = "Resuming" if self._fits else f"Policy of {self.checkpoint[CHECKPOINT_KEY]['algorithm']}"
@@ -236,7 +234,8 @@ class OnPolicyCLI(LightningCLI):
             kwargs["max_epochs"] = -1  # instead of Lightning's default of 1,000
         if config.logger in (None, True) or self.subcommand == "predict":  # which logs nothing
             # An interrupted run may have logged after its last checkpoint: these steps are logged again.
-            options: Any = {"name": "", "version": "", "default_hp_metric": False, "purge_step": self._purge_step}
+            again = None if self.checkpoint is None else self.checkpoint[CHECKPOINT_KEY]["env_steps"] + 1
+            options: Any = {"name": "", "version": "", "default_hp_metric": False, "purge_step": again}
             writes = self._fits and self.run_dir is not None
             kwargs["logger"] = TensorBoardLogger(str(self.run_dir), **options) if writes else False
         if self.run_dir is not None:
@@ -276,14 +275,9 @@ class OnPolicyCLI(LightningCLI):
         if self._fits and self.run_dir is not None and config.enable_checkpointing is not False:
             folder = self.run_dir / run_folders.CHECKPOINTS
             savers = [callback for callback in given if isinstance(callback, ModelCheckpoint)]
-            states = {} if self.checkpoint is None else self.checkpoint.get("callbacks", {})
-            # A copied run has its own folder, and must not replace the checkpoints of the other one.
-            continues = any(Path(x.get("dirpath") or "").resolve() == folder.resolve() for x in states.values())
             for callback in savers:
-                if isinstance(callback, LastCheckpoint):  # `--ckpt_path last` looks in `folder`
-                    callback.dirpath = callback.dirpath or str(folder)
-                elif continues:  # a logger may have a new folder now, in which Lightning would forget the best score
-                    callback.dirpath = callback.dirpath or states.get(callback.state_key, {}).get("dirpath")
+                # `--ckpt_path` looks there. A logger may have a new folder when the run is resumed.
+                callback.dirpath = callback.dirpath or str(folder.resolve())
             if config.limit_val_batches != 0 and all(x.monitor in run_folders.KEEP_NEWEST for x in savers):
                 yield ModelCheckpoint(folder, "best-{step}", monitor="val/episode_return", mode="max")
             if not has_any(LastCheckpoint):
@@ -385,7 +379,7 @@ def main(args: list[str] | None = None) -> OnPolicyCLI | None:
     """
     arguments = sys.argv[1:] if args is None else args
     filter_command_line_warnings(evaluating="fit" not in arguments)
-    CommandParser.begin(arguments)
+    CommandParser.given, CommandParser.folder = arguments, Path.cwd()
     about = "On-policy reinforcement learning for PyTorch Lightning. Further commands, which have a --help too: "
     about += " ".join(f"{name}: {COMMANDS[name]}" for name in FUNCTIONS)
     try:

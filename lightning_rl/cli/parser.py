@@ -204,11 +204,6 @@ class CommandParser(LightningArgumentParser):
     folder = Path()
     sources: Sequence[tuple[str, Any]] = _RUN
 
-    @classmethod
-    def begin(cls, arguments: Sequence[str]) -> None:
-        """Store arguments and current folder of the program, for error messages."""
-        cls.given, cls.folder = arguments, Path.cwd()
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # as in Lightning
         # Abbreviated options are refused, as in a configuration.
         defaults = {"prog": "lightning-rl", "allow_abbrev": False, "parser_mode": _YAML}

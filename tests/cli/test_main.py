@@ -623,7 +623,7 @@ trainer:
     cli = main(["fit", *SMALL, "--config", "own.yaml", "--max_env_steps=64"])
     assert not any(isinstance(logger, TensorBoardLogger) for logger in cli.trainer.loggers)
     assert sum(type(callback) is ModelCheckpoint for callback in cli.trainer.callbacks) == 1
-    assert list(Path("csv").rglob("shortest.ckpt"))
+    assert (cli.run_dir / "checkpoints/shortest.ckpt").is_file()
     assert (cli.run_dir / "checkpoints/last.ckpt").is_file()  # what --ckpt_path last goes on from
 
 

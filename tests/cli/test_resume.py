@@ -375,11 +375,13 @@ def test_a_resumed_run_keeps_the_score_of_its_best_checkpoint_with_every_logger(
     assert (saver.best_model_score, saver.dirpath) == (first.best_model_score, first.dirpath)
     assert saver.best_model_score is not None
     copied = main(["fit", *SMALL, *own, "--max_env_steps=64", "--ckpt_path=copy/checkpoints/last.ckpt"])
-    assert copied.trainer.checkpoint_callback.dirpath == f"{copied.trainer.log_dir}/checkpoints" != first.dirpath
+    assert copied.trainer.checkpoint_callback.dirpath == str(Path("copy/checkpoints").resolve()) != first.dirpath
 
 
 def test_resuming_from_a_checkpoint_beside_a_log_starts_a_new_run_folder():
+    folder = "--trainer.callbacks.dirpath=rows/lightning_logs/version_0/checkpoints"
     own = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=rows", "--trainer.callbacks+=ModelCheckpoint"]
+    own += [folder]
     main(["fit", *SMALL, *own, "--max_env_steps=64"])
     (path,) = Path("rows").rglob("*.ckpt")
     before = files(Path("rows"))
