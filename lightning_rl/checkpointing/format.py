@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from lightning_rl import __version__
 from lightning_rl.distributed import gather_on_rank_zero
 from lightning_rl.environments.contract import MINIBATCHES, derive_seed
 from lightning_rl.files import load_plain
-from lightning_rl.rollouts.replay import Replay
 from lightning_rl.training.normalizers import reward_normalizers
 from lightning_rl.validation import ConfigurationError
 
@@ -72,7 +70,7 @@ def run_state(module: Any) -> dict[str, Any]:  # an algorithm
         "version": __version__,
         "algorithm": type(module).__name__,
         "options": dict(module.options),
-        "precision": _precision(module),
+        "precision": None if module._trainer is None else str(module.trainer.precision),
         "planned_env_steps": clock.planned_env_steps,
         "env_steps": clock.env_steps,
         "env_steps_before_epochs": clock.env_steps_before_epochs,
@@ -82,13 +80,6 @@ def run_state(module: Any) -> dict[str, Any]:  # an algorithm
         "skipped_updates": module.skipped_updates,
         "ranks": gather_on_rank_zero(of_this_rank),
     }
-
-
-def _precision(module: Any) -> str | None:
-    try:
-        return str(module.trainer.precision)
-    except RuntimeError:  # no Trainer
-        return None
 
 
 def _random_state() -> dict[str, Any]:
@@ -153,9 +144,9 @@ def _restore_replays(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:
         return
     # All ranks start without replays: each step needs old rows from all of them, or from none.
     stored = ranks[0]["replays"] if ranks else {}
-    if lost := [name for name, replay in module.replays.items() if name in stored and _holds(replay, stored[name])]:
+    if lost := stored.keys() & module.replays.keys():
         rank_zero_warn(
-            f"The rollouts that {type(module).__name__} keeps ({', '.join(lost)}) are dropped: the run now has "
+            f"The rollouts that {type(module).__name__} keeps ({', '.join(sorted(lost))}) are dropped: the run now has "
             f"{module.trainer.world_size} ranks instead of {len(ranks)}, and new ranks have none"
         )
 
@@ -169,9 +160,3 @@ def _in_precision_of(dtype: torch.dtype, stored: Any) -> Any:  # nested plain da
         return x.float() if x.dtype == torch.float64 else x
 
     return apply_to_collection(stored, Tensor, cast)
-
-
-def _holds(replay: Replay, state: Mapping[str, Any]) -> bool:
-    filled = copy.deepcopy(replay)
-    filled.load_state_dict({**state})
-    return filled.num_bytes > 0
