@@ -184,11 +184,12 @@ def with_quick_functions(module: GraphModule) -> GraphModule:
 
 
 def _dynamic_sizes(module: GraphModule) -> tuple[dict[int, tuple[int, int]], list[tuple[int, int]]]:
-    """Return the inputs that are sizes, with a tensor and dimension of this size, and all dynamic dimensions.
+    """Return the inputs that are numbers, with a tensor and dimension of this size, and all dynamic dimensions.
 
-    A number that is not the size of another input raises a `ValueError`.
+    A number that an operation reads, but that is not the size of another input, raises a `ValueError`.
     """
-    examples = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    examples = [node.meta["example_value"] for node in nodes]
     places: dict[str, tuple[int, int]] = {}
     dims: list[tuple[int, int]] = []
     for k, x in enumerate(examples):
@@ -197,9 +198,10 @@ def _dynamic_sizes(module: GraphModule) -> tuple[dict[int, tuple[int, int]], lis
                 places.setdefault(str(size), (k, dim))
                 dims.append((k, dim))
     numbers = {k: str(x) for k, x in enumerate(examples) if not isinstance(x, Tensor)}
-    if not set(numbers.values()) <= places.keys():
+    if not {name for k, name in numbers.items() if nodes[k].users} <= places.keys():
         raise ValueError("a number that the loss depends on changes from rollout to rollout")
-    return {k: places[name] for k, name in numbers.items()}, dims
+    # Nothing reads the offset of a minibatch in the memory of the whole batch: any number will do.
+    return {k: places.get(name, dims[0]) for k, name in numbers.items()}, dims
 
 
 class Capture:
