@@ -28,7 +28,6 @@ from lightning_rl.fast.numpy_mlp import needs_autograd, overridden
 from lightning_rl.fast.ppo import PPOLoss
 from lightning_rl.fast.programs import (
     Capture,
-    Gradient,
     GradientProgram,
     Graph,
     KnownLoss,
@@ -174,30 +173,27 @@ class CompiledEngine(FastEngine):
             state = state._replace(finite=state.finite.clone())
 
         def program_of(graph: Graph) -> StepProgram | None:
-            gradient, optimizers = cast(Gradient, graph.gradient), _vectors(steps)
+            optimizers = _vectors(steps)
             groups = [vectors for some in optimizers for vectors in some]
-            learned = {id(parameter) for vectors in groups for parameter in vectors.parameters}
-            if {id(parameter) for parameter in gradient.parameters} != learned:
+            if set(graph.parameters) != {parameter for vectors in groups for parameter in vectors.parameters}:
                 self._apart.add((key, steps.part))
                 return None
             limits, norms = (steps.max_grad_norm, steps.max_grad_value), steps.norm_names[: len(optimizers)]
-            made_for = (tuple(map(len, optimizers)), *limits, *(constants_of(vectors.group) for vectors in groups))
+            constants = [constants_of(vectors.group) for vectors in groups]
+            made_for = (tuple(map(len, optimizers)), *limits, *constants)
             if made_for not in graph.programs:
-                graph.programs[made_for] = StepProgram(graph, gradient, optimizers, norms, *limits)
+                graph.programs[made_for] = StepProgram(graph, optimizers, norms, *limits)
             program = cast(StepProgram, graph.programs[made_for])
             program.use(groups)
             return program
 
         how = (StepProgram, steps.part, steps.active_set)
-        program = self._run(loss_of, batch, how, program_of, lambda program, inputs: program(inputs, state))
-        if program is None:
-            return None
-        is_open = program.result[1].is_open
-        if not is_open.is_cpu or is_open:
+        step: Step | None = self._run(loss_of, batch, how, program_of, state)
+        if step is not None and (not step[1].is_open.is_cpu or step[1].is_open):
             progress = step_progress(steps.model)
             progress.increment_ready()
             progress.increment_completed()
-        return cast(Step, program.result)
+        return step
 
     def known_loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> KnownLoss | None:
         if self._key(loss_of) in self.failed:
@@ -205,12 +201,11 @@ class CompiledEngine(FastEngine):
 
         def program_of(graph: Graph) -> GradientProgram:
             if None not in graph.programs:
-                graph.programs[None] = GradientProgram(graph, cast(Gradient, graph.gradient))
+                graph.programs[None] = GradientProgram(graph)
             return cast(GradientProgram, graph.programs[None])
 
-        how = (GradientProgram, part, None)
-        program = self._run(loss_of, batch, how, program_of, lambda program, inputs: program(inputs))
-        return None if program is None else program.known_loss
+        known: KnownLoss | None = self._run(loss_of, batch, (GradientProgram, part, None), program_of)
+        return known
 
     def _run(
         self,
@@ -218,25 +213,25 @@ class CompiledEngine(FastEngine):
         batch: Any,
         how: tuple[Any, ...],
         program_of: Callable[[Graph], Any],
-        call: Callable[[Any, Sequence[Any]], Sequence[Tensor]],
-    ) -> Any:  # a program
-        """Call a program of a loss for a minibatch, and return it; None if there is none, or if it fails."""
+        *state: StepState,
+    ) -> Any:  # of the program's type
+        """Run a program of a loss on a minibatch, and return its result; None if there is none, or if it fails."""
         signature = self._signature(loss_of, batch, how)
         if (binding := self._fitted(signature, batch)) is not None:
-            call(binding.program, binding.inputs)
-            return binding.program
-        self._binding, used = None, None
+            binding.program(binding.inputs, *state)
+            return binding.program.result
+        self._binding, program = None, None
 
         def compute(graph: Graph) -> Sequence[Tensor]:
-            nonlocal used
-            used = program_of(graph)
-            return graph.outputs if used is None else call(used, graph.inputs)
+            nonlocal program
+            program = program_of(graph)
+            return graph.outputs if program is None else program(graph.inputs, *state)
 
         graph = self._guarded(loss_of, batch, compute)
-        if graph is None or used is None:
+        if graph is None or program is None:
             return None
-        self._bind(graph, batch, signature, used)
-        return used
+        self._bind(graph, batch, signature, program)
+        return program.result
 
     def _guarded(
         self, loss_of: Callable[[Any], Any], batch: Any, compute: Callable[[Graph], Sequence[Tensor]]
@@ -256,9 +251,8 @@ class CompiledEngine(FastEngine):
         try:
             with self._tensors_as_scheduled_options():
                 loss = capture(batch)
-                while (graph := cast(Graph, capture.graph)).gradient is None:
-                    graph.understand(loss)
-                    graph.gradient = Gradient(graph, [x for x in self._model.parameters() if x.requires_grad])
+                while not (graph := cast(Graph, capture.graph)).is_understood:
+                    graph.understand(loss, [x for x in self._model.parameters() if x.requires_grad])
                     loss = capture(batch)
                 if not graph.has_side_effects:
                     compute(graph)

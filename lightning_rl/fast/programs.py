@@ -25,21 +25,18 @@ from lightning_rl.rollouts.batch import Batch
 _MOST_GRAPHS = 8
 
 
-Recorded = tuple[tuple[str, ...], Tensor, Collection[str]]
-"""Names and values of recorded numbers, `[len(names)]`, and the names of those that may be NaN or infinite."""
-
-
 class ComputedLoss(NamedTuple):
     """The attributes of a `Loss` that a gradient step reads, without an autograd graph.
 
     Attributes:
+        recorded: Names and values of recorded numbers, `[len(names)]`, and the names that may be NaN or infinite.
         terms: The weighted terms of the loss, a list or `[M]`.
         first_log_ratios: Logarithms of the importance ratios, `[N]`.
         limits: Maximum of recorded values, by name.
         has_value: Whether the loss contains a value loss.
     """
 
-    recorded: Recorded
+    recorded: tuple[tuple[str, ...], Tensor, Collection[str]]
     total: Any
     terms: Any
     first_log_ratios: Tensor | None
@@ -60,21 +57,24 @@ class Graph:
         dynamic_dims: Input tensors, by position, with their dynamic dimensions.
         total: Position of the loss among the outputs.
         has_side_effects: Whether the loss also stores outputs in attributes.
-        gradient: Gradient of the graph; None before `understand`.
+        parameters: Parameters that the loss depends on.
+        is_understood: Whether `understand` has set the attributes above.
         places: Inputs that come from the minibatch, with their position among its leaves. Empty if the origin of an
             input is unknown; None before the first call.
         layouts: Layout of the minibatches that passed the guards, by number of rows.
+        programs: Programs that compute the graph, by what they were made for.
     """
 
     total: int
     has_side_effects: bool
+    parameters: list[nn.Parameter]
+    is_understood = False
 
     def __init__(self, capture: Capture, module: GraphModule) -> None:
         self.module = with_quick_functions(module)
         self.sizes, self.dynamic_dims = _dynamic_sizes(module)
         self.inputs: Sequence[Any] = ()
         self.outputs: Sequence[Tensor] = ()
-        self.gradient: Any = None
         self.places: list[tuple[int, int]] | None = None
         self.layouts: dict[int, list[Any]] = {}
         self.programs: dict[Any, Any] = {}
@@ -85,21 +85,53 @@ class Graph:
         """Compute the outputs; Dynamo calls this after the guards passed."""
         capture, self.inputs = self._capture, inputs
         capture.graph = self
-        if self.gradient is None:
+        if not self.is_understood:
             with torch.no_grad():
                 self.outputs = self.module(*inputs)
         elif self.has_side_effects:  # otherwise the caller only needs the guards
             self.outputs = capture.compute(self)
         return self.outputs
 
-    def understand(self, loss: ComputedLoss) -> None:
-        """Store which outputs are the parts of the last call's loss, or raise a `ValueError` if one is missing."""
+    def understand(self, loss: ComputedLoss, parameters: Sequence[nn.Parameter]) -> None:
+        """Find the parts of the last call's loss among the outputs, and the parameters that it depends on.
+
+        A part that is missing raises a `ValueError`.
+        """
         self._template = origins(loss, self.inputs, self.outputs)
         used = {which for kind, which in leaves(self._template) if kind == "outputs"}
         self.has_side_effects = used != set(range(len(self.outputs)))
         kind, self.total = self._template[ComputedLoss._fields.index("total")]
         if kind != "outputs":
             raise ValueError("the loss does not depend on the parameters")
+        known = {id(parameter): parameter for parameter in parameters}
+        given = {k: known[id(x)] for k, x in enumerate(self.inputs) if id(x) in known}
+        # Autograd finds parameters without a gradient; optimizers skip them.
+        with torch.enable_grad():
+            total = self.module(*self.inputs)[self.total]
+        found = torch.autograd.grad(total, [*given.values()], allow_unused=True)
+        self._learned = [k for k, gradient in zip(given, found, strict=True) if gradient is not None]
+        self._others = [k for k in range(len(self.inputs)) if k not in self._learned and k not in self.sizes]
+        self.parameters, self.is_understood = [given[k] for k in self._learned], True
+
+    def gradients(self, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Return the gradients of the loss and the outputs of the graph; the compiler traces this method."""
+
+        def of_parameters(given: Sequence[Tensor]) -> tuple[Tensor, Any]:
+            outputs = self.module(*self.inputs_of(given, others))
+            return outputs[self.total], outputs
+
+        gradients, outputs = torch.func.grad(of_parameters, has_aux=True)(tuple(parameters))
+        return gradients, outputs
+
+    def inputs_of(self, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> list[Any]:
+        """Return the inputs of the graph, given parameters and other inputs."""
+        given: dict[int, Any] = dict(zip((*self._learned, *self._others), (*parameters, *others), strict=True))
+        given.update({k: given[place].shape[dim] for k, (place, dim) in self.sizes.items()})
+        return [given[k] for k in range(len(given))]
+
+    def others(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the inputs that are neither parameters nor sizes."""
+        return [inputs[k] for k in self._others]
 
     def moving(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the inputs that come from the minibatch; an empty list if the origin of an input is unknown."""
@@ -212,9 +244,8 @@ class Capture:
 
     def __init__(self, loss_of: Callable[[Any], Any]) -> None:
         self.graph: Graph | None = None
+        self.graphs: list[Graph] = []
         self.compute: Callable[[Graph], Sequence[Tensor]] = lambda graph: graph.outputs
-        self.count = 0
-        self._graphs: list[Graph] = []
 
         def computed(batch: Any) -> ComputedLoss:
             loss = loss_of(batch)
@@ -232,11 +263,10 @@ class Capture:
         return self._guarded(batch)  # type: ignore[no-any-return]
 
     def _made(self, module: GraphModule, examples: Sequence[Any]) -> Callable[..., Sequence[Tensor]]:
-        self.count += 1
-        if self.count > _MOST_GRAPHS:
+        if len(self.graphs) == _MOST_GRAPHS:
             raise RuntimeError("a number or shape that the loss depends on changes from rollout to rollout")
-        self._graphs.append(Graph(self, module))
-        return weakly(self._graphs[-1].__call__)
+        self.graphs.append(Graph(self, module))
+        return weakly(self.graphs[-1].__call__)
 
 
 def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,46 +283,6 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given: cast(Any, reference())(*given)
 
 
-class Gradient:
-    """The gradient of a captured loss with respect to the `parameters` it depends on."""
-
-    def __init__(self, graph: Graph, parameters: Sequence[nn.Parameter]) -> None:
-        self._module, self._total = graph.module, graph.total
-        self._count, self._sizes = len(graph.inputs), graph.sizes
-        known = {id(parameter): parameter for parameter in parameters}
-        given = {k: known[id(x)] for k, x in enumerate(graph.inputs) if id(x) in known}
-        # Autograd finds parameters without a gradient; optimizers skip them.
-        with torch.enable_grad():
-            total = graph.module(*graph.inputs)[graph.total]
-        found = torch.autograd.grad(total, [*given.values()], allow_unused=True)
-        self._places = [k for k, gradient in zip(given, found, strict=True) if gradient is not None]
-        self._other_places = [k for k in range(self._count) if k not in self._places and k not in graph.sizes]
-        self.parameters = [given[k] for k in self._places]
-
-    def __call__(self, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Any, Any]:
-        """Return the gradients and the outputs of the graph; the compiler traces this method."""
-
-        def of_parameters(given: Sequence[Tensor]) -> tuple[Tensor, Any]:
-            outputs = self._module(*self.inputs(given, others))
-            return outputs[self._total], outputs
-
-        gradients, outputs = torch.func.grad(of_parameters, has_aux=True)(tuple(parameters))
-        return gradients, outputs
-
-    def inputs(self, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> list[Any]:
-        """Return the inputs of the graph, given parameters and other inputs."""
-        inputs: list[Any] = [None] * self._count
-        for places, given in ((self._places, parameters), (self._other_places, others)):
-            for k, x in zip(places, given, strict=True):
-                inputs[k] = x
-        for k, (place, dim) in self._sizes.items():
-            inputs[k] = inputs[place].shape[dim]
-        return inputs
-
-    def others(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(inputs[k] for k in self._other_places)
-
-
 class Compiled:
     """A function of tensors that returns a tuple, compiled when it is called first, with the current inputs of `graph`.
 
@@ -300,10 +290,10 @@ class Compiled:
     the code that fits, which takes a tenth of a small step.
     """
 
-    def __init__(self, function: Callable[..., tuple[Any, ...]], graph: Graph, device: torch.device) -> None:
+    def __init__(self, function: Callable[..., tuple[Any, ...]], graph: Graph) -> None:
         for k, dim in graph.dynamic_dims:
             mark_dynamic(graph.inputs[k], dim)
-        self._options = {"cpp_wrapper": True} if device.type == "cpu" else {}
+        self._options = {"cpp_wrapper": True} if graph.parameters[0].is_cpu else {}
         # Only the marked sizes: otherwise numbers that differ from those of an earlier program become inputs.
         self._first = torch.compile(fresh(function), backend=weakly(self._made), fullgraph=True, dynamic=False)
         self._code: Callable[..., Sequence[Tensor]] | None = None
@@ -347,7 +337,7 @@ def recorded(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
 
 
 class Replay:
-    """Runs a program on a GPU as a CUDA graph, which the host starts at once instead of kernel by kernel.
+    """Compiles a program; on a GPU it runs as a CUDA graph, which the host starts at once instead of kernel by kernel.
 
     A CUDA graph reads and writes fixed memory, so the inputs that differ between calls are copied to where they were
     when it was recorded. There is one graph for each shape of these inputs and each place of the others. The first such
@@ -357,9 +347,9 @@ class Replay:
 
     device_type = "cuda"
 
-    def __init__(self, program: Callable[..., Sequence[Any]], device: torch.device, num_overwritten: int = 0) -> None:
-        self._program, self._replays = program, device.type == self.device_type
-        self._num_overwritten = num_overwritten
+    def __init__(self, program: Callable[..., tuple[Any, ...]], graph: Graph, num_overwritten: int = 0) -> None:
+        self._program, self._num_overwritten = Compiled(program, graph), num_overwritten
+        self._replays = graph.parameters[0].device.type == self.device_type
         # Copied inputs, outputs, and the function that runs the graph; None after the first call.
         self._recordings: dict[Any, tuple[list[Tensor], Any, Callable[[], None]] | None] = {}
 
@@ -388,32 +378,31 @@ class Replay:
 
 
 class GradientProgram:
-    """Computes loss and gradient of a minibatch, `known_loss`, in one program."""
+    """Computes loss and gradient of a minibatch, `result`, in one program."""
 
-    known_loss: KnownLoss
+    result: KnownLoss
 
-    def __init__(self, graph: Graph, gradient: Gradient) -> None:
-        on_several_ranks, count = world_size() > 1, len(gradient.parameters)
+    def __init__(self, graph: Graph) -> None:
+        on_several_ranks, count = world_size() > 1, len(graph.parameters)
 
         def program(*given: Tensor) -> tuple[Any, ...]:
-            gradients, outputs = gradient(given[:count], given[count:])
+            gradients, outputs = graph.gradients(given[:count], given[count:])
             if on_several_ranks:  # a non-finite loss on one rank must reach the averaged gradient
                 factor = 1 + 0 * outputs[graph.total]
                 gradients = [x * factor for x in gradients]
             return *gradients, *outputs
 
-        self._graph, self._gradient = graph, gradient
-        device = gradient.parameters[0].device
-        self._program = Replay(Compiled(program, graph, device), device, num_overwritten=count)
+        self._graph = graph
+        self._program = Replay(program, graph, num_overwritten=count)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Compute `known_loss`, and return the outputs of the graph."""
-        parameters = self._gradient.parameters
+        """Compute `result`, and return the outputs of the graph."""
+        graph, parameters = self._graph, self._graph.parameters
         with torch.no_grad():
             learned = [parameter.detach() for parameter in parameters]
-            results = self._program(self._graph.moving(inputs), *learned, *self._gradient.others(inputs))
+            results = self._program(graph.moving(inputs), *learned, *graph.others(inputs))
         gradients, outputs = results[: len(parameters)], results[len(parameters) :]
-        self.known_loss = self._graph.loss(inputs, outputs), [*zip(parameters, gradients, strict=True)]
+        self.result = graph.loss(inputs, outputs), [*zip(parameters, gradients, strict=True)]
         return outputs
 
 
@@ -432,8 +421,8 @@ Step = tuple[ComputedLoss, StepState]
 class StepProgram:
     """Computes loss, gradient, clipping and the steps of `FlatAdam` for a minibatch in one program.
 
-    `optimizers` has the vectors of each optimizer; together they hold all parameters of the gradient. `norm_names` are
-    the names of the optimizers' gradient norms; `max_norm` and `max_value` are as in `OptimizerConfig`. `use` sets the
+    `optimizers` has the vectors of each optimizer; together they hold all parameters of the graph. `norm_names` are the
+    names of the optimizers' gradient norms; `max_norm` and `max_value` are as in `OptimizerConfig`. `use` sets the
     vectors of the next steps, and `result` is the result of the last step.
     """
 
@@ -442,19 +431,17 @@ class StepProgram:
     def __init__(
         self,
         graph: Graph,
-        gradient: Gradient,
         optimizers: Sequence[Sequence[Vectors]],
         norm_names: Sequence[str],
         max_norm: float | None,
         max_value: float | None,
     ) -> None:
-        self._graph, self._gradient = graph, gradient
-        sizes = [len(some) for some in optimizers]
+        self._graph = graph
         groups = [vectors for some in optimizers for vectors in some]
-        places = {id(p): (k, *place) for k, vectors in enumerate(groups) for p, place in vectors.places()}
-        learned_places = [places[id(parameter)] for parameter in gradient.parameters]
-        number = {id(parameter): k for k, parameter in enumerate(gradient.parameters)}
-        laid_out = [[(number[id(p)], n) for p, n in zip(x.parameters, x.paddings, strict=True)] for x in groups]
+        paddings = [[vectors.paddings for vectors in some] for some in optimizers]
+        number = {id(parameter): k for k, parameter in enumerate(graph.parameters)}
+        # Of each parameter, by its number, in the order of the vectors.
+        places = {number[id(p)]: (k, *place) for k, vectors in enumerate(groups) for p, place in vectors.places()}
         constants = [constants_of(vectors.group) for vectors in groups]
         before = graph.loss(graph.inputs, graph.outputs)
         names, _, self._observed = before.recorded
@@ -464,17 +451,17 @@ class StepProgram:
         def program(*tensors: Tensor) -> tuple[Any, ...]:
             given = [tensors[6 * k : 6 * k + 6] for k in range(len(groups))]  # by `Vectors.tensors`
             others, state = tensors[6 * len(groups) : -3], tensors[-3:]
-            learned = [given[k][0][begin : begin + size].view(shape) for k, begin, size, shape in learned_places]
-            gradients, outputs = gradient(learned, others)
-            loss = graph.loss(gradient.inputs(learned, others), outputs)
+            views = {n: given[k][0][first : first + size].view(shape) for n, (k, first, size, shape) in places.items()}
+            learned = [views[n] for n in range(len(views))]
+            gradients, outputs = graph.gradients(learned, others)
+            loss = graph.loss(graph.inputs_of(learned, others), outputs)
             values = loss.recorded[1]
-            flat = [torch.cat([pad(gradients[k].reshape(-1), (0, n)) for k, n in some]) for some in laid_out]
             is_open, finite, num_updates = state
             for name, limit in loss.limits.items():
                 is_open = is_open & (values[names.index(name)] <= limit)
-            norms, first = [], 0
-            for count in sizes:
-                own = flat[first : first + count]
+            norms, clipped, flat = [], [], iter([gradients[n].reshape(-1) for n in places])
+            for some in paddings:
+                own = [torch.cat([pad(next(flat), (0, n)) for n in group]) for group in some]
                 norm = _norm(own)
                 norms.append((norm + 0 * loss.total).reshape(1).to(values.dtype))
                 if max_value is not None:
@@ -483,19 +470,17 @@ class StepProgram:
                 if max_norm is not None:
                     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
                     own = [x * factor for x in own]
-                flat[first : first + count] = own
-                first += count
+                clipped += own
             recorded = torch.cat([values, *norms, loss.terms.abs().sum().reshape(1)])
             are_finite = torch.cat(norms)
             finite = finite & (are_finite - are_finite == 0).all()
             is_open = is_open & finite
-            for tensors, x, numbers in zip(given, flat, constants, strict=True):
-                _take_adam_step(tensors, x, is_open, *numbers)
+            for vectors, gradient, numbers in zip(given, clipped, constants, strict=True):
+                _take_adam_step(vectors, gradient, is_open, *numbers)
             kept = outputs if keeps_all else (loss.first_log_ratios,) if has_ratios else ()
             return recorded, is_open, finite, num_updates + is_open, *kept
 
-        device = gradient.parameters[0].device
-        self._program = Replay(Compiled(program, graph, device), device)
+        self._program = Replay(program, graph)
 
     def use(self, groups: Sequence[Vectors]) -> None:
         """Take the next steps on these vectors."""
@@ -507,7 +492,7 @@ class StepProgram:
             vectors.update_rate()
         moving = self._graph.moving(inputs)
         with torch.no_grad():
-            others = self._gradient.others(inputs)
+            others = self._graph.others(inputs)
             moving = [*moving, *state] if moving else []
             values, *results = self._program(moving, *self._tensors, *others, *state)
         after, outputs = results[:3], results[3:]

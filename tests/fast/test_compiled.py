@@ -74,7 +74,7 @@ def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
 
 
 def num_graphs(model: PPO) -> int:
-    return sum(capture.count for capture in model.steps.engine.captures.values())
+    return sum(len(capture.graphs) for capture in model.steps.engine.captures.values())
 
 
 LINEAR = {"kind": "linear", "start": 0.3, "end": 0.1, "over": 150}
