@@ -21,6 +21,7 @@ import numpy as np
 
 from lightning_rl.checkpointing.run_folders import configurations
 from lightning_rl.files import read_yaml
+from lightning_rl.nested import leaves, nested_paths
 from lightning_rl.training.warning_filters import drop_messages
 from lightning_rl.validation import ConfigurationError, check
 
@@ -215,7 +216,7 @@ def _read_log(folder: Path) -> Log:
             options = read_yaml(logged, "hparams.yaml") or {}
             data, algorithm = (options.pop(key, None) for key in ("data", "algorithm"))
             configs = [{"data": data, "model": {"class_path": algorithm, **options}}]
-    settings, first = (dict(_flat(configs[at])) if configs else {} for at in (-1, 0))
+    settings, first = (_flat(configs[at]) if configs else {} for at in (-1, 0))
     changed = [change for before, after in pairwise(configs) for change in changes(before, after)]
     # A resumed run continues with the seed of its first start, whatever the later command says.
     seeds = {key: seed for key in _SEEDS if (seed := first.get(key)) is not None and seed is not False}
@@ -239,12 +240,11 @@ def _read_scalars(folder: Path) -> dict[str, Series]:
 def _events(folder: Path) -> Iterator[tuple[str, float, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    everything, nothing = {"scalars": 0}, dict.fromkeys(("images", "audio", "histograms", "tensors"), 1)
     # TensorBoard would warn of the steps that a resumed run has logged again.
     logger, repeated = logging.getLogger("tensorboard"), drop_messages("Detected out of order event.step")
     logger.addFilter(repeated)
     try:
-        log = EventAccumulator(str(folder), everything | nothing).Reload()
+        log = EventAccumulator(str(folder), {"scalars": 0}).Reload()  # all of them
     finally:
         logger.removeFilter(repeated)
     for key in log.Tags()["scalars"]:
@@ -268,17 +268,13 @@ def _rows(path: Path) -> Iterator[tuple[str, float, float]]:
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Return the settings of model and data that differ between two configurations: `data.num_envs: 8 -> 16`."""
-    old, new = dict(_flat(before)), dict(_flat(after))
+    old, new = _flat(before), _flat(after)
     keys = [key for key in {**old, **new} if key.partition(".")[0] in ("model", "data")]
     return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
 
 
-def _flat(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:  # YAML
-    if isinstance(settings, dict):
-        for key, value in settings.items():
-            yield from _flat(value, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, settings
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(leaves(nested_paths(settings)), leaves(settings), strict=True))
 
 
 def performance_profile(scores: Array, thresholds: Array) -> Array:

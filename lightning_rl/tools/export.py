@@ -114,8 +114,8 @@ def export_program(deployed: DeployedPolicy) -> ExportedProgram:
 
 def named_leaves(parts: tuple[Nested, ...], *names: str) -> dict[str, Tensor]:
     """Return each leaf of inputs or outputs by its name: `observation`, or `observation.arm.0` in nested ones."""
-    named = [(nested_paths(part, name), part) for part, name in zip(parts, names, strict=False)]
-    return {path: x for paths, part in named for path, x in zip(leaves(paths), leaves(part), strict=True)}
+    named = dict(zip(names, parts, strict=False))
+    return dict(zip(leaves(nested_paths(named)), leaves(named), strict=True))
 
 
 @torch.no_grad()

@@ -82,7 +82,8 @@ def draw(
     columns = min(columns, len(panels))
     width, height = (3.0, 2.3) if columns > 2 else (5.0, 3.4)
     rows = -(-len(panels) // columns)
-    with _figure(width * columns, height * rows, paths) as figure:
+    caption = _caption(panels, statistic, confidence)
+    with _figure((width * columns, height * rows), paths, caption, shared_legend) as figure:
         axes = figure.subplots(rows, columns, squeeze=False).flatten()
         for axis in axes[len(panels) :]:
             axis.set_axis_off()
@@ -95,12 +96,11 @@ def draw(
             if not shared_legend:
                 # Outside of the layout, so that long labels do not shrink the curves.
                 axis.legend(fontsize=7).set_in_layout(False)
-        _add_caption(figure, _caption(panels, statistic, confidence), _labeled_lines(figure) if shared_legend else {})
 
 
 @contextlib.contextmanager
-def _figure(width: float, height: float, paths: Sequence[Path]) -> Iterator[Any]:
-    """Yield an empty figure, and write what was drawn into files; equal drawings give equal files."""
+def _figure(size: tuple[float, float], paths: Sequence[Path], caption: str, shared: bool = False) -> Iterator[Any]:
+    """Yield an empty figure, and write what was drawn into files, with a caption; equal drawings give equal files."""
     check_installed("a plot", "plot", "matplotlib")
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -108,19 +108,17 @@ def _figure(width: float, height: float, paths: Sequence[Path]) -> Iterator[Any]
     settings: Any = {"svg.hashsalt": "curves", "svg.fonttype": "none", "font.size": 8, "savefig.dpi": 200}
     settings |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False)
     with mpl.rc_context(settings):
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
         yield figure
+        handles = [axis.get_legend_handles_labels() for axis in figure.axes if shared]
+        lines = {label: line for pair in handles for line, label in zip(*pair, strict=True)}
+        options: Any = {"loc": "outside lower center", "ncols": max(1, len(lines)), "title": caption}
+        figure.legend([*lines.values()], [*lines], **options)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # saving one file must not change the layout of the next
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-            options: Any = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
-            figure.savefig(path, **options)
-
-
-def _add_caption(figure: Any, text: str, lines: Mapping[str, Any]) -> None:
-    below = {"loc": "outside lower center", "ncols": max(1, len(lines)), "title": text}
-    figure.legend(list(lines.values()), list(lines), **below)
+            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def draw_profiles(scores: Mapping[str, Array], paths: Sequence[Path], *, label: str, confidence: float = 0.95) -> None:
@@ -130,7 +128,7 @@ def draw_profiles(scores: Mapping[str, Array], paths: Sequence[Path], *, label: 
     """
     everything = np.concatenate([one.ravel() for one in scores.values()])
     thresholds = np.linspace(everything.min(), everything.max(), _THRESHOLDS)
-    with _figure(5.0, 3.6, paths) as figure:
+    with _figure((5.0, 3.6), paths, f"band: {confidence:.0%} stratified bootstrap interval") as figure:
         axis = figure.subplots()
         for number, (name, one) in enumerate(scores.items()):
             color = COLORS[number % len(COLORS)]
@@ -140,7 +138,6 @@ def draw_profiles(scores: Mapping[str, Array], paths: Sequence[Path], *, label: 
             axis.fill_between(thresholds, low, high, color=color, alpha=0.2, linewidth=0)
         axis.set(xlabel=f"{label} τ", ylabel="share of runs with a score above τ", ylim=(0, 1.02))
         axis.legend()
-        _add_caption(figure, f"band: {confidence:.0%} stratified bootstrap interval", {})
 
 
 def draw_improvement(scores: Mapping[str, Array], paths: Sequence[Path], *, confidence: float = 0.95) -> None:
@@ -149,7 +146,8 @@ def draw_improvement(scores: Mapping[str, Array], paths: Sequence[Path], *, conf
     Scores are `[runs, environments]` by algorithm; `confidence` is the level of the bars.
     """
     pairs = list(itertools.combinations(scores, 2))
-    with _figure(5.0, 1.2 + 0.4 * len(pairs), paths) as figure:
+    size = 5.0, 1.2 + 0.4 * len(pairs)
+    with _figure(size, paths, f"line: estimate; bar: {confidence:.0%} stratified bootstrap interval") as figure:
         axis = figure.subplots()
         for row, (first, second) in enumerate(pairs):
             both = scores[first], scores[second]
@@ -160,7 +158,6 @@ def draw_improvement(scores: Mapping[str, Array], paths: Sequence[Path], *, conf
         axis.set(xlabel="P(a run of the first > a run of the second)", xlim=(0, 1), yticks=range(len(pairs)))
         axis.set_yticklabels([textwrap.fill(f"{first} > {second}", _LABEL_WIDTH) for first, second in pairs])
         axis.invert_yaxis()
-        _add_caption(figure, f"line: estimate; bar: {confidence:.0%} stratified bootstrap interval", {})
 
 
 def _draw_panel(axis: Any, panel: Panel, statistic: Statistic, confidence: float, counts: bool) -> None:
@@ -183,10 +180,6 @@ def _draw_panel(axis: Any, panel: Panel, statistic: Statistic, confidence: float
     axis.set_title(panel.title, fontsize=8)
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axis.locator_params(nbins=5)
-
-
-def _labeled_lines(figure: Any) -> dict[str, Any]:
-    return {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
 
 
 def _caption(panels: Sequence[Panel], statistic: Statistic, confidence: float) -> str:
@@ -267,13 +260,6 @@ def _experiments(runs: Sequence[str]) -> dict[str, list[Log]]:
     return {name: joined(logs) for name, logs in named.items()} | by_experiment(joined(once.values()))
 
 
-def _by_environment(logs: Sequence[Log]) -> dict[str, list[Log]]:
-    groups: dict[str, list[Log]] = {}
-    for log in logs:
-        groups.setdefault(log.environment, []).append(log)
-    return groups
-
-
 def _warnings(experiments: dict[str, list[Log]], metrics: Sequence[str]) -> Iterator[str]:
     """Yield warnings of runs that lack a metric, repeat a seed of their curve or were resumed with other settings."""
     everything = [log for logs in experiments.values() for log in logs]
@@ -282,14 +268,12 @@ def _warnings(experiments: dict[str, list[Log]], metrics: Sequence[str]) -> Iter
         if 0 < len(without) < len(everything):  # a metric that no log has is an error
             yield f"{metric} is not in the logs of these runs, which are left out: {', '.join(without)}"
     for name, logs in experiments.items():
-        drawn = [log for log in logs if any(metric in log.scalars for metric in metrics)]
-        for group in _by_environment(drawn).values():
-            if repeated := same_seed(group):
-                folders = ", ".join(str(log.folder) for log in repeated)
-                yield (
-                    f"{name}: counted as further seeds, although another run of this curve has the same settings and "
-                    f"seed: {folders}; name the folders of the runs to draw"
-                )
+        if repeated := same_seed(log for log in logs if any(metric in log.scalars for metric in metrics)):
+            folders = ", ".join(str(log.folder) for log in repeated)
+            yield (
+                f"{name}: counted as further seeds, although another run of this curve has the same settings and "
+                f"seed: {folders}; name the folders of the runs to draw"
+            )
         for log in logs:
             if log.changes:
                 yield f"{log.folder}: resumed with other settings: {'; '.join(log.changes)}"
@@ -298,8 +282,9 @@ def _warnings(experiments: dict[str, list[Log]], metrics: Sequence[str]) -> Iter
 def _panels(experiments: dict[str, list[Log]], metric: str) -> list[Panel]:
     panels: dict[str, list[Curve]] = {}
     for name, logs in experiments.items():
-        for environment, group in _by_environment(logs).items():
-            if found := [log.scalars[metric] for log in group if metric in log.scalars]:
+        for environment in dict.fromkeys(log.environment for log in logs):
+            here = [log.scalars for log in logs if log.environment == environment]
+            if found := [scalars[metric] for scalars in here if metric in scalars]:
                 curves, label = panels.setdefault(environment, []), name.removesuffix(f" ({environment})")
                 is_new = label not in [curve.label for curve in curves]
                 check(is_new, "runs", f"{label}=...", "another name, since other runs have this one by default")
