@@ -18,17 +18,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from lightning_rl import __version__
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpointing.run_folders import CONFIG
-from lightning_rl.tools.trained import (
-    Score,
-    config_file,
-    config_of,
-    find_trained,
-    load_algorithm,
-    load_data,
-    modules_named_in,
-    play_episodes,
-)
-from lightning_rl.validation import ConfigurationError, as_list, check, check_installed
+from lightning_rl.tools.trained import Score, config_file, config_of, load_trained, play_episodes
+from lightning_rl.validation import ConfigurationError, check, check_installed
 
 CHECKPOINT = "model.ckpt"
 SCORE = "score.json"
@@ -104,9 +95,7 @@ def push_to_hub(
     hub = _huggingface_hub()
     if hub.get_token() is None:  # before episodes are played
         raise ConfigurationError("not logged in to the Hub: expected `hf auth login`, or a token in HF_TOKEN")
-    ckpt_path = find_trained(ckpt_path, config)
-    model = load_algorithm(ckpt_path, field="ckpt_path", trust=[*as_list(trust), *modules_named_in(config)])
-    data = load_data(ckpt_path, config, as_list(trust))
+    ckpt_path, model, data = load_trained(ckpt_path, config, trust)
     score, _ = play_episodes(model, data, episodes)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "repository"

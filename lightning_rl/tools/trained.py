@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -37,7 +37,7 @@ from lightning_rl.tools.export import (
 from lightning_rl.validation import ConfigurationError, as_list, check_positive_int, import_class, loading
 
 _MAX_STEPS = 8
-_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+_DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 
 
 @dataclass(frozen=True)
@@ -159,18 +159,18 @@ def config_file(given: str | Path) -> Path:
     return path
 
 
-def modules_named_in(config: str | Path | None) -> list[str]:
-    """Return the modules of all class paths in a configuration, which the user trusts by naming it."""
-    content = None if config is None else read_yaml(config_file(config), "config")
-    return sorted({text.rpartition(".")[0] for text in _strings(content) if _DOTTED.fullmatch(text)})
+def load_trained(
+    ckpt_path: str | Path, config: str | Path | None, trust: str | list[str] | None
+) -> tuple[Path, OnPolicyAlgorithm, RolloutDataModule]:
+    """Return the path of a checkpoint (see `find_trained`), its algorithm and its environments.
 
-
-def _strings(content: Any) -> Iterator[str]:  # YAML
-    if isinstance(content, dict | list):
-        for part in content.values() if isinstance(content, dict) else content:
-            yield from _strings(part)
-    elif isinstance(content, str):
-        yield content
+    All modules that a given `config` names are trusted.
+    """
+    path, packages = find_trained(ckpt_path, config), as_list(trust)
+    text = "" if config is None else config_file(config).read_text(encoding="utf-8", errors="replace")
+    named = {name.rpartition(".")[0] for name in _DOTTED.findall(text)}
+    model = load_algorithm(path, field="ckpt_path", trust=[*packages, *named])
+    return path, model, load_data(path, config, packages)
 
 
 def load_data(path: str | Path, config: str | Path | None = None, trust: Sequence[str] = ()) -> RolloutDataModule:
@@ -272,14 +272,12 @@ def export_checkpoint(
         trust: Packages, one or several as [a, b], whose classes and environments the checkpoint and the configuration
             beside it may name; lightning_rl, torch, gymnasium and the packages in --config are trusted.
     """
-    path = find_trained(ckpt_path, config)
     names: list[ProgramName] = as_list(programs) or list(PROGRAMS)
     check_options(format, names)
-    model = load_algorithm(path, field="ckpt_path", trust=[*as_list(trust), *modules_named_in(config)])
+    path, model, data = load_trained(ckpt_path, config, trust)
     beside = path.absolute().parent.parent / "policies"
     folder = output or beside / f"{format}-{FOLDER_PATTERN.format(model.env_steps)}"
     check_folder("output", folder, format, names)  # before episodes are played, which takes a while
-    data = load_data(path, config, as_list(trust))
     score, observations = play_episodes(model, data, episodes)
     env_id = data.spec.env_id
     written = export_policy(
