@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from lightning_rl.rollouts.batch import Batch
 from lightning_rl.training.parameter_groups import ActorOrCritic
 
 
-@dataclass(eq=False)
 class Loss:
     """A weighted sum of named terms over a minibatch.
 
@@ -28,9 +26,9 @@ class Loss:
         batch: The minibatch.
         value_normalizer: Defines the units of the value head. None: units of the rewards.
         part: Keep only the terms of this half of the network. None: both.
+        scale: Factor of all terms in the sum. Recorded terms do not include it.
 
     Attributes:
-        scale: Factor of the terms that are added from now on. Recorded terms do not include it.
         terms: Weighted terms of the sum.
         metrics: Recorded terms by name, without gradient; must be finite.
         observed: Further recorded numbers; may be NaN or infinite.
@@ -39,25 +37,33 @@ class Loss:
         has_value: Whether `add_value` was called.
     """
 
-    batch: Batch
-    value_normalizer: ValueNormalizer | None = None
-    part: ActorOrCritic | None = None
-    scale: float = field(default=1.0, init=False)
-    terms: list[Tensor] = field(default_factory=list, init=False)
-    metrics: dict[str, Tensor] = field(default_factory=dict, init=False)
-    observed: dict[str, Tensor] = field(default_factory=dict, init=False)
-    first_log_ratios: Tensor | None = field(default=None, init=False)
-    limits: dict[str, float] = field(default_factory=dict, init=False)
-    has_value: bool = field(default=False, init=False)
+    def __init__(
+        self,
+        batch: Batch,
+        value_normalizer: ValueNormalizer | None = None,
+        part: ActorOrCritic | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        self.batch = batch
+        self.value_normalizer = value_normalizer
+        self.part = part
+        self.scale = scale
+        self.terms: list[Tensor] = []
+        self.metrics: dict[str, Tensor] = {}
+        self.observed: dict[str, Tensor] = {}
+        self.first_log_ratios: Tensor | None = None
+        self.limits: dict[str, float] = {}
+        self.has_value = False
 
     @property
     def total(self) -> Tensor:
         """The sum of all terms so far, a scalar to minimize; raises a `ValueError` if there is none."""
         if not self.terms:
-            raise ValueError(
-                "the loss has no term: expected a call of loss.add or loss.add_value; of loss.add_value in passes that "
-                "train the critic alone (optimizer.num_value_epochs, critic_warmup_steps)"
-            )
+            expected = "a call of loss.add or loss.add_value"
+            if self.part == "critic":
+                expected = "a call of loss.add_value, since optimizer.num_value_epochs or critic_warmup_steps trains "
+                expected += "the critic alone"
+            raise ValueError(f"the loss has no term: expected {expected}")
         return functools.reduce(operator.add, self.terms)
 
     def add(self, name: str, rows: Tensor, weight: Tensor | float = 1.0, batch: Batch | None = None) -> None:
