@@ -5,18 +5,15 @@ import logging
 import os
 from collections.abc import Iterator
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
-gc.disable()  # until all tests are imported
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
-from lightning_rl.fast import PPOLoss  # noqa: E402
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Leave the modules and the tests out of the collections of garbage, which would search them again and again."""
+    gc.disable()
     try:
         return (yield)
     finally:
@@ -27,6 +24,8 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_thread():
+    import torch  # not above, since the process that starts the workers of pytest-xdist needs none of this
+
     torch.set_num_threads(1)
 
 
@@ -51,6 +50,8 @@ def lightning_tells_caplog(monkeypatch):
 @pytest.fixture
 def through_autograd(monkeypatch):
     """Have PPO learn through autograd as its subclasses do, to the last bit."""
+    from lightning_rl.fast import PPOLoss
+
     monkeypatch.setattr(PPOLoss, "of", classmethod(lambda *_: "a test wants autograd"))
 
 
