@@ -60,12 +60,19 @@ def plan(folder: Path, seeds: int, max_env_steps: int) -> None:
 
 
 def start(folder: Path, workers: int = 1) -> Program:
-    """Start the queue with workers of the usual priority, since the tests wait for them."""
+    """Start the queue with workers of the usual priority, since the tests wait for them.
+
+    They are forked from it: it has what they need but this package, whose import takes them less than a second.
+    """
     code = f"""
-import os, sys
+import os, subprocess, sys
 sys.path.insert(0, {str(BENCHMARKS)!r})
 from pathlib import Path
+from types import SimpleNamespace
 import reproduce_all, training_queue
+from tests.programs import Fork
+assert "lightning_rl" not in sys.modules
+training_queue.subprocess = SimpleNamespace(**vars(subprocess) | {{"Popen": Fork}})
 os.nice, os.sched_setscheduler, training_queue.AUTOGROUP = lambda n: n, lambda *_: None, Path(os.devnull)
 training_queue.CONFIGS, training_queue.PLAN = Path("configs").resolve(), Path("queue.json")
 sys.exit(reproduce_all.main(["--queue", "--workers", "{workers}", "--root", "root", "--out", "results"]))
@@ -142,6 +149,12 @@ print(training_queue.AUTOGROUP.read_text().split()[-1] if training_queue.AUTOGRO
     assert Program("-c", code).communicate()[0] == "19 True\n19\n"
 
 
+@pytest.fixture(scope="module")
+def digest():
+    """The digest of the package, and of each copy."""
+    return computation.digest()
+
+
 @pytest.fixture
 def package(tmp_path):
     """A copy of the package."""
@@ -154,8 +167,7 @@ def replace(path: Path, before: str, after: str) -> None:
     path.write_text(text.replace(before, after, 1))
 
 
-def test_comments_docstrings_and_moved_files_do_not_change_the_digest(package):
-    before = computation.digest(package)
+def test_comments_docstrings_and_moved_files_do_not_change_the_digest(package, digest):
     returns = package / "functional/returns.py"
     text = returns.read_text().replace("from __future__ import annotations", "from __future__ import annotations # yes")
     text = text.replace('"""', '"""Changed: ', 1)
@@ -167,7 +179,7 @@ def test_comments_docstrings_and_moved_files_do_not_change_the_digest(package):
     folded.unlink()
     with (package / "cli.py").open("a") as file:
         file.write("\nCOLOR = 'blue'\n")
-    assert computation.digest(package) == before
+    assert computation.digest(package) == digest
 
 
 @pytest.mark.parametrize(
@@ -177,10 +189,9 @@ def test_comments_docstrings_and_moved_files_do_not_change_the_digest(package):
         ("policies/normalization.py", "weight = count / new_count", "weight = 2 * count / new_count"),
     ],
 )
-def test_a_changed_constant_changes_the_digest(package, module, line, other):
-    before = computation.digest(package)
+def test_a_changed_constant_changes_the_digest(package, digest, module, line, other):
     replace(package / module, line, other)
-    assert computation.digest(package) != before
+    assert computation.digest(package) != digest
 
 
 def test_a_run_begins_again_when_its_numbers_would_change(tmp_path, monkeypatch):
