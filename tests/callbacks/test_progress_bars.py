@@ -312,8 +312,10 @@ def test_command_line_keeps_the_bar_of_the_configuration_and_has_the_env_step_ba
         "fit",
         "--seed_everything=0",
         "--data.env_id=CartPole-v1",
+        "--data.num_envs=2",
+        "--data.rollout_length=16",
         "--model=PPO",
-        "--max_env_steps=1024",
+        "--max_env_steps=32",
         "--trainer.accelerator=cpu",
     ]
     arguments += [f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false", "--data.evaluation.episodes=1"]
