@@ -196,28 +196,6 @@ def test_help_of_atari_preprocessing(capsys):
     assert "End the learning episode when a life is lost; the next episode continues the game." in text
 
 
-def test_python_m_is_the_same_program_and_starts_in_at_most_half_as_long_again_as_lightning(capsys):
-    def started(*command: str) -> tuple[str, float]:
-        """What it prints, and the CPU time it takes, in which other programs on the machine do not count."""
-        timed = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True); "
-        timed += "used = resource.getrusage(resource.RUSAGE_CHILDREN); print(used.ru_utime + used.ru_stime)"
-        done = subprocess.run([sys.executable, "-c", timed, sys.executable, *command], capture_output=True, text=True)
-        *lines, seconds = done.stdout.splitlines(keepends=True)
-        return "".join(lines), float(seconds)
-
-    for _attempt in range(3):
-        (text, ours), (_, lightnings) = (
-            started("-m", "lightning_rl", "--help"),
-            started("-c", "import lightning.pytorch"),
-        )
-        assert text == printed(capsys, "--help")
-        if ours <= 1.5 * lightnings:
-            break
-    else:
-        pytest.fail(f"{ours:.1f} s of CPU time instead of at most 1.5 × {lightnings:.1f} s")
-    assert 'lightning-rl = "lightning_rl.__main__:run"' in (ROOT / "pyproject.toml").read_text()
-
-
 # ---------------------------------------------------------------------- configurations
 
 

@@ -17,22 +17,22 @@ import lightning_rl
 from lightning_rl import __version__
 from lightning_rl.__main__ import run
 from tests import programs
-from tests.cli.test_main import SMALL
+from tests.cli.test_main import SMALL, printed
 
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
-import contextlib, io, json, sys
+import contextlib, io, json, runpy, sys, time
 import lightning.pytorch
-before = set(sys.modules)
-from lightning_rl.__main__ import run
+before, seconds = set(sys.modules), time.process_time()
 sys.argv[1:] = ["--help"]
 with contextlib.redirect_stdout(io.StringIO()) as printed:
     try:
-        run()
+        runpy.run_module("lightning_rl", run_name="__main__", alter_sys=True)
     except SystemExit as end:
         assert end.code == 0
-print(json.dumps({"more": sorted(set(sys.modules) - before), "all": sorted(sys.modules), "help": printed.getvalue()}))
+found = {"more": sorted(set(sys.modules) - before), "all": sorted(sys.modules), "help": printed.getvalue()}
+print(json.dumps(found | {"seconds": time.process_time(), "seconds_of_lightning": seconds}))
 """
 # What a run needs and help does not; matplotlib Lightning imports by itself, by way of torchmetrics.
 HEAVY = {
@@ -41,10 +41,19 @@ HEAVY = {
 }
 
 
-def test_help_imports_little_more_than_lightning():
+def ask_for_help() -> dict[str, Any]:
+    """What `python -m lightning_rl --help` prints and imports after Lightning, and CPU seconds of the interpreter."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT, timeout=280)
     assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    return ask_for_help()
+
+
+def test_help_imports_little_more_than_lightning(seen):
     assert "fit" in seen["help"]
     more = [name for name in seen["more"] if name.partition(".")[0] != "lightning_rl"]
     assert not [name for name in more if name.partition(".")[0] in HEAVY]
@@ -52,6 +61,19 @@ def test_help_imports_little_more_than_lightning():
     assert not [name for name in more if name.startswith("gymnasium.envs.") and "mujoco" in name]
     # 140 with Gymnasium 1.4 and jsonargparse 4.53; any large package more would have hundreds.
     assert len(more) < 250, more
+
+
+def test_python_m_is_the_same_program_and_starts_in_at_most_half_as_long_again_as_lightning(seen, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-rl"])
+    assert seen["help"] == printed(capsys, "--help")
+    for _attempt in range(3):
+        ours, lightnings = seen["seconds"], seen["seconds_of_lightning"]
+        if ours <= 1.5 * lightnings:
+            break
+        seen = ask_for_help()
+    else:
+        pytest.fail(f"{ours:.1f} s of CPU time instead of at most 1.5 × {lightnings:.1f} s")
+    assert 'lightning-rl = "lightning_rl.__main__:run"' in (ROOT / "pyproject.toml").read_text()
 
 
 AT_ONCE = """
