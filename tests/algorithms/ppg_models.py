@@ -1,5 +1,6 @@
 """Small PPGs, and rollouts made up for them to learn from."""
 
+import functools
 from typing import Any
 
 import torch
@@ -37,6 +38,13 @@ def fit(model: PPO, num_rollouts: int, *callbacks: Callback, **options: Any) -> 
     recorder = Recorder()
     make_trainer(callbacks=[recorder, *callbacks], **options).fit(model, FixedRollouts(rollouts, model))
     return recorder
+
+
+@functools.cache
+def learned(algorithm: type[PPG] = PPG) -> Any:
+    """A model with the default options that has learned from four rollouts, which tests compare others with."""
+    fit(model := make(algorithm), 4)
+    return model
 
 
 def change(model: PPG, before: dict[str, torch.Tensor], part: str = "") -> float:

@@ -14,7 +14,7 @@ from lightning_rl import PPG, PPO, Batch, FailedUpdate, Rollout
 from lightning_rl.rollouts import batch
 from lightning_rl.training.loss import Loss
 from lightning_rl.validation import ConfigurationError
-from tests.algorithms.ppg_models import HEAD, PHASE, ROWS, SMALL, change, fit, make
+from tests.algorithms.ppg_models import HEAD, PHASE, ROWS, SMALL, change, fit, learned, make
 from tests.helpers import (
     DISCRETE,
     PIXELS,
@@ -140,10 +140,8 @@ def test_the_cloning_loss_keeps_the_policy_in_the_auxiliary_phase() -> None:
 )
 def test_every_option_changes_the_result(options: dict[str, Any]) -> None:
     """Of the shapes that both have, some parameter is another one."""
-    model, plain = make(**options), make()
-    for one in (model, plain):
-        fit(one, 4)
-    pairs = zip(model.parameters(), plain.parameters(), strict=False)
+    fit(model := make(**options), 4)
+    pairs = zip(model.parameters(), learned().parameters(), strict=False)
     assert max(float((one - other).detach().abs().max()) for one, other in pairs if one.shape == other.shape) > 1e-4
 
 

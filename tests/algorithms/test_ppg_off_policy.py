@@ -11,7 +11,7 @@ from lightning_rl import PPG, OffPolicyPPG, Rollout
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import BatchPair
 from lightning_rl.validation import ConfigurationError
-from tests.algorithms.ppg_models import REUSED, ROWS, change, fit, make
+from tests.algorithms.ppg_models import REUSED, ROWS, change, fit, learned, make
 from tests.helpers import (
     Recorder,
     make_data,
@@ -123,10 +123,8 @@ def test_batches_contain_the_rollout_that_is_learned_from() -> None:
     ids=str,
 )
 def test_every_option_of_off_policy_ppg_changes_the_result(options: dict[str, Any]) -> None:
-    model, plain = make(OffPolicyPPG, **options), make(OffPolicyPPG)
-    for one in (model, plain):
-        fit(one, 4)
-    assert change(model, parameters_of(plain)) > 1e-4
+    fit(model := make(OffPolicyPPG, **options), 4)
+    assert change(model, parameters_of(learned(OffPolicyPPG))) > 1e-4
 
 
 def test_rollouts_with_skipped_updates_are_in_no_buffer() -> None:
