@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -694,7 +693,7 @@ def test_measurements_for_the_gpu_run_on_the_cpu(measured_on_the_cpu):
 def test_only_drivers_of_peers_hide_the_gpu(monkeypatch):
     show = "import os, gpu; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": f"{BENCHMARKS}:{ROOT}"}
-    assert subprocess.check_output([sys.executable, "-c", show], text=True, env=environment) == "0\n"
+    assert programs.run("-c", show, env=environment).stdout == "0\n"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(sys, "argv", ["driver.py", "W1"])
     measure.begin()
