@@ -331,7 +331,7 @@ def test_program_that_differs_on_given_observations_is_not_written(tmp_path, mon
 @pytest.mark.parametrize("format_", ["torch_export", "onnx"])
 def test_full_disk_is_named_and_keeps_the_earlier_export(format_, tmp_path, monkeypatch):
     """PyTorch alone would end the process."""
-    model = make("lstm")
+    model = make("squashed")
     export_policy(model, tmp_path / "policy", format=format_, programs=["greedy"])
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(ExplainedError, match=r"greedy\.\w+' could not be written: No space left on device"):
