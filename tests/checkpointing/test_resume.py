@@ -59,7 +59,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "discrete": ({"env_id": "CartPole-v1"}, {"optimizer": {"anneal": True}}),
     "continuous": ({"env_id": "Pendulum-v1"}, {"normalization": {"observations": True, "rewards": True}}),
     "scheduler": (
-        {"env_id": "Acrobot-v1"},
+        {"env_id": "Acrobot-v1", "env": {"max_episode_steps": 50}},
         {
             "optimizer": {
                 "name": "torch.optim.RMSprop",
