@@ -54,7 +54,7 @@ def parsed(path: Path) -> dict:
     with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as exit_:
         main(["fit", "--config", str(path), "--print_config"])
     assert exit_.value.code == 0
-    return yaml.safe_load(output.getvalue())
+    return yaml.load(output.getvalue(), yaml.CSafeLoader)
 
 
 def options_of_data(config: dict) -> dict:

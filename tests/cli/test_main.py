@@ -85,7 +85,7 @@ def printed(capsys, *arguments: str) -> str:
 
 
 def configuration(capsys, *arguments: str) -> dict:
-    return yaml.safe_load(printed(capsys, *arguments, "--print_config"))
+    return yaml.load(printed(capsys, *arguments, "--print_config"), yaml.CSafeLoader)
 
 
 def refused(capsys, *arguments: str, status: int = 1) -> str:
