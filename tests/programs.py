@@ -106,13 +106,14 @@ class Program:
 class Fork:
     """A Python program that is forked from this process instead of started, in place of `subprocess.Popen`.
 
-    It finds what this process has imported, and runs in a session of its own, without its files and signal handlers.
+    It finds what this process has imported, and has none of its files and signal handlers.
 
     Args:
         command: The interpreter, which is not started, and its arguments.
         stdout: Where it writes its output and errors.
         env: All variables of its environment.
         preexec_fn: Called in the new process before the program.
+        start_new_session: Whether it runs in a session of its own.
     """
 
     def __init__(
@@ -122,12 +123,14 @@ class Fork:
         stdout: TextIO,
         env: Mapping[str, str],
         preexec_fn: Callable[[], None],
+        start_new_session: bool,
         **_: object,
     ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            os.setsid()
+            if start_new_session:
+                os.setsid()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             preexec_fn()
             os.dup2(stdout.fileno(), 1)
