@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
@@ -359,23 +358,21 @@ def _vectors(steps: Any) -> list[list[Vectors]]:
 
 def engine_for(model: LightningModule) -> FastEngine | None:
     """Return the engine for the next rollout, or None for plain PyTorch and Lightning; log changes."""
-    name = type(model).__name__
-    engine: FastEngine | None = None
+    engine: FastEngine | None = FastEngine()
     if (reason := why_not(model)) is not None:
-        line = f"{name} updates by plain PyTorch and Lightning: {reason}"
-    elif cast(Any, model).options["debug.fast_paths"] == "compiled":
-        if (reason := why_not_compiled(model)) is None:
-            before = cast(Any, model).steps.engine  # has the programs of earlier rollouts
-            engine = before if isinstance(before, CompiledEngine) else CompiledEngine(model)
-            engine.begin()
-            line = f"{name} updates by the compiled engine"
-        else:
-            engine, line = FastEngine(), f"{name} updates by the fast engine, with autograd: {reason}"
-    else:
+        engine, how = None, f"plain PyTorch and Lightning: {reason}"
+    elif cast(Any, model).options["debug.fast_paths"] != "compiled":
         form = closed_form_of(model)
         engine = FastEngine(None if isinstance(form, str) else form)
-        how = f"autograd: {form}" if isinstance(form, str) else "the closed form of its loss"
-        line = f"{name} updates by the fast engine, with {how}"
+        how = f"the fast engine, with {f'autograd: {form}' if isinstance(form, str) else 'the closed form of its loss'}"
+    elif (reason := why_not_compiled(model)) is not None:
+        how = f"the fast engine, with autograd: {reason}"
+    else:
+        before = cast(Any, model).steps.engine  # has the programs of earlier rollouts
+        engine = before if isinstance(before, CompiledEngine) else CompiledEngine(model)
+        engine.begin()
+        how = "the compiled engine"
+    line = f"{type(model).__name__} updates by {how}"
     if _logged.get(model) != line:
         _logged[model] = line
         rank_zero_info(line)
@@ -415,10 +412,9 @@ def why_not_compiled(model: Any) -> str | None:
         return "the policy has memory, and its sequences differ in length between rollouts"
     if needs_autograd(model.policy):
         return "the policy has hooks or is compiled"
-    return compiler_problem(model.device)
+    return None
 
 
-@functools.cache
 def compiler_problem(device: torch.device) -> str | None:
     """Return the reason why a device cannot run compiled programs, or None."""
     if device.type not in ("cpu", "cuda"):

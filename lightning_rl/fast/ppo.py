@@ -88,7 +88,13 @@ class PPOLoss:
         if actor is None or critic is None or last is None or policy.value_normalizer is not None:
             return "the policy is not two tanh MLPs with a categorical or Gaussian action"
         made = cls(model, actor, [*critic, *last], log_std(policy))
-        return _why_unsuited(made.parameters) or made
+        if not have_one_dtype(made.parameters):
+            return "the parameters are not all on the CPU in float32 or all in float64"
+        if len(set(made.parameters)) < len(made.parameters):
+            return "two layers share a parameter"
+        if not all(parameter.requires_grad for parameter in made.parameters):
+            return "a parameter is frozen"
+        return made
 
     def __call__(self, batch: Batch) -> KnownLoss | None:
         """Return the loss over a minibatch with its gradients; None for masks, sequences or other dtypes."""
@@ -164,16 +170,6 @@ class PPOLoss:
             gradient = errors * np.where(np.abs(changes) > limit, share, 1)
             losses = np.maximum(losses, bounded)
         return 0.5 * weight * losses.sum(), gradient * (float(self.model.value_coef) * weight)
-
-
-def _why_unsuited(parameters: Sequence[nn.Parameter]) -> str | None:
-    if not have_one_dtype(parameters):
-        return "the parameters are not all on the CPU in float32 or all in float64"
-    if len(set(map(id, parameters))) < len(parameters):
-        return "two layers share a parameter"
-    if not all(parameter.requires_grad for parameter in parameters):
-        return "a parameter is frozen"
-    return None
 
 
 class CategoricalRows:

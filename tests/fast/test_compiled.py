@@ -15,7 +15,6 @@ from lightning.pytorch import Callback
 from torch.torch_version import TorchVersion
 
 from lightning_rl import PPO, RND, fast
-from lightning_rl.fast import engine as module
 from lightning_rl.fast import programs
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
@@ -293,13 +292,8 @@ def test_a_compiler_that_cannot_work_is_an_error_that_names_the_reason(change, r
     model, trainer = PPO(VECTOR, DISCRETE, debug={"fast_paths": "compiled"}), make_trainer()
     model.check_run(trainer, None)
     change(monkeypatch)
-    module.compiler_problem.cache_clear()
-    try:
-        message = f"debug.fast_paths='compiled' is not valid: expected auto, since {reason}"
-        with pytest.raises(ConfigurationError, match=message):
-            model.check_run(trainer, None)
-    finally:
-        module.compiler_problem.cache_clear()
+    with pytest.raises(ConfigurationError, match=f"debug.fast_paths='compiled' .* expected auto, since {reason}"):
+        model.check_run(trainer, None)
 
 
 def test_unknown_value_of_fast_paths_is_an_error():
