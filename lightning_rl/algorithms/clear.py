@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_rl import functional as rl
@@ -15,6 +16,7 @@ from lightning_rl.rollouts.batch import on_grid, set_common_weight
 from lightning_rl.rollouts.replay import ReplayPolicy, UnrollMemory, layout_of_unrolls
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
+from lightning_rl.training.checks import check_memory
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import Unroll, unroll
 from lightning_rl.validation import NonNegativeFloat, PositiveFloat
@@ -61,6 +63,11 @@ class CLEAR(IMPALA):
         self.replays["unrolls"] = self.kept
         if not replay_in_checkpoint:
             self.not_in_checkpoints.add("unrolls")
+
+    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
+        super().check_run(trainer, rollout_shape)
+        if rollout_shape is not None:
+            check_memory(self, "replay_memory_gib", rollout_shape[0])
 
     def update(self, rollout: Rollout) -> None:
         steps = self.batch(rollout)

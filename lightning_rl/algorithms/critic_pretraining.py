@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_rl import functional as rl
@@ -18,6 +19,7 @@ from lightning_rl.rollouts.replay import UnrollMemory, layout_of_unrolls
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.advantages import AdvantageEstimator
+from lightning_rl.training.checks import check_memory
 from lightning_rl.training.config import OPTIONS_OF_PASSES
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import Reduction, reduction_scale, unroll
@@ -125,6 +127,11 @@ class CriticPretraining(OnPolicyAlgorithm):
     def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
         own = self.trains == "network"
         return parameters_of_other_half(self.policy, "critic") if own else parameters_of_policy(self.policy)
+
+    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
+        super().check_run(trainer, rollout_shape)
+        if self.replay_ratio and rollout_shape is not None:
+            check_memory(self, "replay_memory_gib", rollout_shape[0])
 
     def make_estimator(self, **options: Any) -> ReturnEstimator:  # options of the estimator
         return ReturnEstimator(self.policy, self.normalizers, **options)

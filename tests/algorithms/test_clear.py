@@ -183,6 +183,13 @@ def test_invalid_options_raise(options, message):
         make(CLEAR, **options)
 
 
+def test_replay_memory_without_room_for_the_observations_of_one_unroll_raises():
+    data = make_data(rollouts_per_epoch=1)
+    model = CLEAR(data.observation_space, data.action_space, replay_memory_gib=1e-7)
+    with pytest.raises(ConfigurationError, match=r"^replay_memory_gib=1e-07 .* at least .*, for \d+ steps of 24 bytes"):
+        make_trainer().fit(model, data)
+
+
 def test_replay_memory_without_room_for_one_whole_unroll_raises():
     data = make_data(rollouts_per_epoch=1)
     gib = data.rollout_length * 30 / 2**30  # a step has 24 bytes, and a distribution

@@ -319,10 +319,10 @@ def test_a_rollout_of_another_length_clears_the_replay_memory():
     assert len(model.kept) == 4
 
 
-def test_replay_memory_without_room_for_one_unroll_raises():
+def test_replay_memory_without_room_for_the_observations_of_one_unroll_raises():
     data = make_data(rollouts_per_epoch=1)
     options = {"replay_ratio": 1.0, "replay_memory_gib": 1e-7}
-    with pytest.raises(ConfigurationError, match=r"^replay_memory_gib=.* at least .*: the unroll of one .* \d+ bytes"):
+    with pytest.raises(ConfigurationError, match=r"^replay_memory_gib=1e-07 .* for \d+ steps of 24 bytes"):
         make_trainer().fit(CriticPretraining(data.observation_space, data.action_space, **options), data)
 
 
