@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
 def run_state(module: Any) -> dict[str, Any]:  # an algorithm
     """Return the state of a run as tensors and plain values; `ranks` is filled on rank 0 only. A collective call."""
     clock = module.clock
+    precision = None
+    with suppress(RuntimeError):  # no Trainer
+        precision = str(module.trainer.precision)
     of_this_rank = {
         "discounted_returns": {name: x.discounted_return.cpu() for name, x in reward_normalizers(module).items()},
         "generator": module.generator.get_state(),
@@ -70,7 +74,7 @@ def run_state(module: Any) -> dict[str, Any]:  # an algorithm
         "version": __version__,
         "algorithm": type(module).__name__,
         "options": dict(module.options),
-        "precision": None if module._trainer is None else str(module.trainer.precision),
+        "precision": precision,
         "planned_env_steps": clock.planned_env_steps,
         "env_steps": clock.env_steps,
         "env_steps_before_epochs": clock.env_steps_before_epochs,
