@@ -328,7 +328,7 @@ def instantiate(
     cls = import_class(field, spec["class_path"], base)
     try:
         return cls(*args, **kwargs, **_with_tuples(cls, spec["init_args"]))
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         raise _refused(field, spec, error) from error
 
 

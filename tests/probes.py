@@ -137,8 +137,8 @@ class Failing(Counter):
     """A counter that fails in one episode.
 
     Args:
-        how: `raise`, `hang`, `exit`, `kill` (its own process), `SystemExit`, or a value and its place
-            (`nan observation`, …): a number, `none`, `text`, or an array with `few` or `many` entries.
+        how: `raise`, `hang`, `exit`, `kill` (its own process), `SystemExit`, `KeyboardInterrupt`, or a value and its
+            place (`nan observation`, …): a number, `none`, `text`, or an array with `few` or `many` entries.
         episode_seed: Fails in the episode that is reset with this seed; None: in each.
         at: At which step; 0 is its reset.
         lengths: Of the episodes.
@@ -177,6 +177,8 @@ class Failing(Counter):
             os._exit(3)
         if self.how == "SystemExit":
             sys.exit(0)
+        if self.how == "KeyboardInterrupt":
+            raise KeyboardInterrupt
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         value, _, where = self.how.partition(" ")

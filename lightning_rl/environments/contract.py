@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from types import CodeType
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -139,18 +142,37 @@ def give_up(failure: EnvironmentFailure) -> NoReturn:
 def is_failure(error: BaseException) -> bool:
     """Whether an exception from the code of an environment is a failure of the environment.
 
-    So is `SystemExit`, unless a signal handler raised it to end the program. `KeyboardInterrupt` comes from Ctrl-C.
+    `SystemExit` and `KeyboardInterrupt` are failures too, unless a signal handler raised them to end the program.
     """
-    if not isinstance(error, SystemExit):
-        return isinstance(error, Exception)
-    handlers = [signal.getsignal(signum) for signum in signal.valid_signals()]  # functions, objects or numbers
-    codes = {getattr(code, "__code__", None) for x in handlers for code in (x, type(x).__call__)}
-    return not any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+    if isinstance(error, Exception):
+        return True
+    return isinstance(error, SystemExit | KeyboardInterrupt) and not _comes_from_signal(error)
 
 
 def summary(error: BaseException) -> str:
     """Return the class and the text of an exception."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _comes_from_signal(error: BaseException) -> bool:
+    if threading.current_thread() is not threading.main_thread():  # Python runs signal handlers in the main thread
+        return False
+    if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Python's own handler has no frame, and interrupts any instruction but a `raise` statement.
+        last = error.__traceback__
+        while last is not None and last.tb_next is not None:
+            last = last.tb_next
+        if last is None or dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] != "RAISE_VARARGS":
+            return True
+    handlers = {_code_of(signal.getsignal(signum)) for signum in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code_of(handler: Any) -> CodeType | None:  # a function, a callable object or a number
+    """Return the code of a signal handler written in Python, None for other handlers."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    return getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
 
 
 def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:

@@ -19,7 +19,7 @@ from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing, VectorGameScore
 from lightning_rl.environments.batch import EnvironmentBatch, LocalVectorEnv, NativeCartPole
-from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, role_prefix, summary
+from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, role_prefix, summary
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.environments.registry import (
     find_spec,
@@ -206,6 +206,8 @@ def explained(spec: EnvironmentSpec, gym_spec: EnvSpec | None = None) -> Iterato
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         raise missing_package(spec.env_id, gym_spec, error) from error
     except (Exception, SystemExit) as error:
+        if not is_failure(error):  # but the end of the program
+            raise
         raise ConfigurationError(
             f"env_id={spec.env_id!r} cannot be made with env.kwargs={spec.env.kwargs!r}: "
             f"{summary(error)}{_place(error)}{working_versions(error)}"
@@ -304,5 +306,11 @@ def _split_wrappers(spec: EnvironmentSpec) -> tuple[list[ClassSpec], list[ClassS
 
 def _wrapped(env: Any, wrappers: list[ClassSpec]) -> Any:  # a single or a vector environment
     for wrapper in wrappers:
-        env = instantiate("env.wrappers", wrapper, WRAPPERS, env)
+        try:
+            env = instantiate("env.wrappers", wrapper, WRAPPERS, env)
+        except SystemExit as error:
+            if not is_failure(error):  # but the end of the program
+                raise
+            what = f"{wrapper['class_path']} refused the arguments {wrapper['init_args']}"
+            raise ConfigurationError(f"env.wrappers: {what}: {summary(error)}") from error
     return env

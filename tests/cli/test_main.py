@@ -1059,17 +1059,19 @@ def test_an_environment_that_raises_is_named_with_its_episode_seed_and_line(caps
     assert re.match(r"environment \d \(episode 0, seed \d+, step 5\) raised in step: RuntimeError: the rope", message)
 
 
-def test_an_environment_that_would_end_the_program_is_an_error_with_status_one(capsys, monkeypatch, as_typed):
+@pytest.mark.parametrize("raised", ["SystemExit(0)", "KeyboardInterrupt"])
+def test_an_environment_that_would_end_the_program_is_an_error_with_status_one(capsys, monkeypatch, as_typed, raised):
     monkeypatch.syspath_prepend(str(as_typed))
-    Path("ends_program.py").write_text(re.sub(r"raise .*", "raise SystemExit(0)", BROKEN))
-    monkeypatch.setattr(sys, "argv", ["lightning-rl", "fit", *SMALL, "--data.env_id=ends_program:Broken-v0"])
+    module = f"broken_by_{raised[:4].lower()}"
+    Path(f"{module}.py").write_text(re.sub(r"raise .*", f"raise {raised}", BROKEN))
+    monkeypatch.setattr(sys, "argv", ["lightning-rl", "fit", *SMALL, f"--data.env_id={module}:Broken-v0"])
     with pytest.raises(SystemExit) as ended:
         run()
     assert ended.value.code == 1
     out, err = capsys.readouterr()
     assert "Stopped" not in out
     (message,) = (line for line in err.splitlines() if line.startswith("lightning-rl: error: "))
-    assert re.search(r"environment \d \(episode 0, seed \d+, step 5\) raised in step: SystemExit", message)
+    assert re.search(rf"environment \d \(episode 0, seed \d+, step 5\) raised in step: {raised[:10]}", message)
 
 
 @pytest.mark.parametrize("backend", ["sync", "async"])

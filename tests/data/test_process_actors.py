@@ -236,9 +236,10 @@ def test_failure_of_an_environment_has_place_and_traceback():
     assert note.startswith("In the process of the actor:") and 'raise ArithmeticError("the physics exploded")' in note
 
 
-def test_environment_that_ends_its_actor_is_named():
-    data = make_actors("Probe/Failing-v0", env={"kwargs": FAILS | {"how": "SystemExit"}})
-    with pytest.raises(EnvironmentFailure, match=r"^actor 0: environment 0 \(episode 0, seed \d+, step 3\) .*: System"):
+@pytest.mark.parametrize("how", ["SystemExit", "KeyboardInterrupt"])
+def test_environment_that_ends_its_actor_is_named(how):
+    data = make_actors("Probe/Failing-v0", env={"kwargs": FAILS | {"how": how}})
+    with pytest.raises(EnvironmentFailure, match=rf"^actor 0: environment 0 \(episode 0, seed \d+, step 3\) .*: {how}"):
         make_trainer().fit(make(data), data)
 
 

@@ -98,20 +98,22 @@ def test_environment_that_raises_in_reset_is_named(backend):
 
 
 @pytest.mark.parametrize("backend", ["sync", "async"])
+@pytest.mark.parametrize(("how", "what"), [("SystemExit", "SystemExit: 0"), ("KeyboardInterrupt", "KeyboardInterrupt")])
 @pytest.mark.parametrize("at", [3, 0])
-def test_system_exit_of_an_environment_is_a_failure(at, backend):
-    error, *_ = run_until_failure(failing("SystemExit", at, backend=backend))
+def test_system_exit_of_an_environment_is_a_failure(at, how, what, backend):
+    error, *_ = run_until_failure(failing(how, at, backend=backend))
     where = "step" if at else "reset"
-    assert str(error) == f"environment 2 (episode 1, seed {SEED}, step {at}) raised in {where}: SystemExit: 0"
+    assert str(error) == f"environment 2 (episode 1, seed {SEED}, step {at}) raised in {where}: {what}"
 
 
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()])
 @pytest.mark.parametrize(
     ("env_id", "backend", "cls"),
     [("CartPole-v1", "native", CartPoleVectorEnv), (torch_environments.ID, "torch", torch_environments.Reach)],
 )
-def test_system_exit_of_a_vectorized_environment_is_a_failure(env_id, backend, cls, monkeypatch):
+def test_system_exit_of_a_vectorized_environment_is_a_failure(env_id, backend, cls, error, monkeypatch):
     def step(*_):
-        sys.exit(0)
+        raise error
 
     monkeypatch.setattr(cls, "step", step)
     environments = make_batch(env_id, 2, backend=backend)
@@ -119,7 +121,7 @@ def test_system_exit_of_a_vectorized_environment_is_a_failure(env_id, backend, c
     seeds = ", ".join(map(str, seeds_of(2))) if backend == "native" else seeds_of(2)[0]
     with pytest.raises(
         EnvironmentFailure,
-        match=rf"^the environments raised in step: SystemExit: 0 \(step 1, seeds? {seeds}\)$",
+        match=rf"^the environments raised in step: {type(error).__name__}.* \(step 1, seeds? {seeds}\)$",
     ):
         environments.step(torch.zeros(2, 1) if backend == "torch" else np.zeros(2, np.int64))
     environments.close()
@@ -154,7 +156,7 @@ class Leave:
         (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),
         (signal.SIGTERM, lambda *_: sys.exit(5), SystemExit),
         (signal.SIGTERM, Leave(), SystemExit),
-        (signal.SIGTERM, Leave().method, SystemExit),
+        (signal.SIGTERM, functools.partial(Leave().method), SystemExit),
     ],
 )
 def test_signal_during_a_step_is_no_failure_of_the_environment(signum, handler, error, on_failure):

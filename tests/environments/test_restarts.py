@@ -32,6 +32,7 @@ FAILURES = [
     ("sync", "none reward", "returned reward None: expected a number"),
     ("sync", "few observation", "returned an observation of shape (1,): expected (2,)"),
     ("sync", "SystemExit", "raised in step: SystemExit: 0"),
+    ("sync", "KeyboardInterrupt", "raised in step: KeyboardInterrupt"),
     ("async", "raise", RAISES),
     ("async", "SystemExit", "raised in step: SystemExit: 0"),
     ("async", "inf reward", "returned reward inf: expected a finite number that float32 can hold"),
