@@ -107,6 +107,17 @@ def test_damaged_tensor_header_is_rejected(field, trained, tmp_path):
         assert is_refused(path, expected), bit
 
 
+def test_tensor_marked_as_folder_is_rejected(trained, tmp_path):
+    """PyTorch skips the entry, and leaves the tensor's memory uninitialized."""
+    content = bytearray(trained.read_bytes())
+    content[content.rindex(b"archive/data/11") - 46 + 38] ^= 0x10
+    path = tmp_path / "damaged.ckpt"
+    path.write_bytes(content)
+    torch.load(path, weights_only=True)  # raises nothing
+    with pytest.raises(DamagedFileError, match="Bad header of file 'archive/data/11'"):
+        read_checkpoint(path)
+
+
 @pytest.mark.parametrize("share", [0, 0.3, 0.9, 0.999])
 def test_truncated_file_is_rejected_by_name(share, trained, tmp_path):
     path, content = tmp_path / "half.ckpt", trained.read_bytes()
