@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -37,7 +37,7 @@ from lightning_rl.tools.export import (
 from lightning_rl.validation import ConfigurationError, as_list, check_positive_int, import_class, loading
 
 _MAX_STEPS = 8
-_DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 @dataclass(frozen=True)
@@ -164,13 +164,21 @@ def load_trained(
 ) -> tuple[Path, OnPolicyAlgorithm, RolloutDataModule]:
     """Return the path of a checkpoint (see `find_trained`), its algorithm and its environments.
 
-    All modules that a given `config` names are trusted.
+    The modules of all class paths in a given `config` are trusted.
     """
     path, packages = find_trained(ckpt_path, config), as_list(trust)
-    text = "" if config is None else config_file(config).read_text(encoding="utf-8", errors="replace")
-    named = {name.rpartition(".")[0] for name in _DOTTED.findall(text)}
+    content = None if config is None else read_yaml(config_file(config), "config")
+    named = {text.rpartition(".")[0] for text in _strings(content) if _DOTTED.fullmatch(text)}
     model = load_algorithm(path, field="ckpt_path", trust=[*packages, *named])
     return path, model, load_data(path, config, packages)
+
+
+def _strings(content: Any) -> Iterator[str]:  # YAML
+    if isinstance(content, dict | list):
+        for part in content.values() if isinstance(content, dict) else content:
+            yield from _strings(part)
+    elif isinstance(content, str):
+        yield content
 
 
 def load_data(path: str | Path, config: str | Path | None = None, trust: Sequence[str] = ()) -> RolloutDataModule:
