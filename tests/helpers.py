@@ -20,7 +20,6 @@ from torch import Tensor
 from lightning_rl import PPO, Rollout, RolloutDataModule
 from lightning_rl.nested import map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
-from lightning_rl.rollouts.batch import Batch
 
 VECTOR = spaces.Box(-1, 1, (3,), np.float32)
 DISCRETE, CONTINUOUS = spaces.Discrete(3), spaces.Box(-1, 1, (2,), np.float32)
@@ -187,10 +186,6 @@ def random_rollout(
         final_indices=indices,
         final_observations=finals,
     )
-
-
-def shuffled_parts(batch: Batch, count: int, generator: torch.Generator | None = None) -> list[Batch]:
-    return list(batch.minibatches(torch.randperm(batch.num_items, generator=generator), count))
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, Tensor]:

@@ -24,7 +24,6 @@ from tests.helpers import (
     merged,
     parameters_of,
     random_rollout,
-    shuffled_parts,
 )
 from tests.memory_probes import random_memory
 
@@ -149,7 +148,7 @@ class UnionOfRanks(OnPolicyAlgorithm):
     def one_pass(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
         of_ranks = []
         for rank, generator in enumerate(self.generators):
-            of_ranks.append(shuffled_parts(self.half(batch, rank), num_minibatches, generator))
+            of_ranks.append(self.half(batch, rank).shuffled(generator).split(num_minibatches))
         for parts in zip(*of_ranks, strict=True):
             fields = {name: torch.cat([part.fields[name] for part in parts]) for name in batch.fields}
             sequences = None if batch.sequences is None else together([part.sequences for part in parts])

@@ -112,6 +112,10 @@ class Batch:
             return x.mean()
         return x.sum() * self.weight
 
+    def shuffled(self, generator: torch.Generator | None = None) -> Batch:
+        """Return the rows, or sequences, in random order."""
+        return self.ordered(torch.randperm(self.num_items, generator=generator))
+
     def ordered(self, order: Tensor) -> Batch:
         """Return the rows, or sequences, with the indices `order`, which may omit or repeat some."""
         if self.sequences is not None:
@@ -120,13 +124,20 @@ class Batch:
         order = order.to(first_leaf(self.fields).device)
         return self._with(map_leaves(lambda x: x.index_select(0, order), self.fields))
 
+    def split(self, num_minibatches: int) -> Iterator[Batch]:
+        """Cut the rows, or sequences, in their order into `num_minibatches` parts of almost equal numbers."""
+        if self.sequences is not None:
+            yield from self.minibatches(torch.arange(self.num_items), num_minibatches)
+            return
+        # Lists, which are leaves: a tuple would be nested.
+        parts = map_leaves(lambda x: list(torch.tensor_split(x, num_minibatches)), self.fields)
+        for index in range(num_minibatches):
+            yield self._with(map_leaves(itemgetter(index), parts))
+
     def minibatches(self, order: Tensor, num_minibatches: int) -> Iterator[Batch]:
-        """Cut `ordered(order)` into `num_minibatches` parts of almost equal numbers of rows, or of sequences."""
+        """Yield the parts of `ordered(order).split(num_minibatches)`, without a second copy of large rows."""
         if self.sequences is None and self.num_bytes <= _LARGE:  # views of one copy are faster than many copies
-            # Lists, which are leaves: a tuple would be nested.
-            parts = map_leaves(lambda x: list(torch.tensor_split(x, num_minibatches)), self.ordered(order).fields)
-            for index in range(num_minibatches):
-                yield self._with(map_leaves(itemgetter(index), parts))
+            yield from self.ordered(order).split(num_minibatches)
             return
         for part in order.tensor_split(num_minibatches):
             yield self.ordered(part)

@@ -8,7 +8,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from lightning_rl import PPO
 from lightning_rl.environments import EnvironmentBatch
-from tests.helpers import FixedRollouts, make_trainer, merged, shuffled_parts
+from tests.helpers import FixedRollouts, make_trainer, merged
 from tests.probes import Greedy, Tape, Told, make_batch, make_collector
 
 SAME, NEXT, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED
@@ -122,7 +122,7 @@ def test_minibatches_contain_only_valid_rows():
     batch = rollout.flatten(rewards=rollout.rewards)
     assert len(batch) == rollout.num_steps == 3 * 7
     assert (batch.rewards == 7).all()
-    assert sorted(len(part) for part in shuffled_parts(batch, 4)) == [5, 5, 5, 6]
+    assert sorted(len(part) for part in batch.shuffled().split(4)) == [5, 5, 5, 6]
     assert batch.mean(batch.rewards).item() == pytest.approx(7)
 
 

@@ -20,7 +20,7 @@ from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.training.loss import Loss
-from tests.helpers import Recorder, make_data, make_model, make_trainer, merged, shuffled_parts
+from tests.helpers import Recorder, make_data, make_model, make_trainer, merged
 from tests.nested_probes import PAIR, SENSORS, Sensors
 from tests.probes import Greedy, make_batch, make_collector
 from tests.programs import run_ranks
@@ -283,7 +283,7 @@ def test_shuffled_and_split_rows_stay_together():
     rollout = make_collector(make_batch(SENSORS_ID, 3, **SCRIPT), 10).collect(Fixed())
     batch = rollout.flatten(number=torch.arange(30).view(10, 3))
     assert len(batch) == 30
-    parts = shuffled_parts(batch, 4, torch.Generator().manual_seed(0))
+    parts = list(batch.shuffled(torch.Generator().manual_seed(0)).split(4))
     assert [len(part) for part in parts] == [8, 8, 7, 7]
     assert sorted(torch.cat([part.number for part in parts]).tolist()) == list(range(30))
     for part in parts:

@@ -12,7 +12,7 @@ from lightning_rl.environments.contract import derive_seed
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.rollout import Rollout
-from tests.helpers import merged, shuffled_parts
+from tests.helpers import merged
 from tests.memory_probes import KINDS, check_against_steps, make_policy, step_by_step
 from tests.probes import make_batch, make_collector, seeds_of
 
@@ -105,7 +105,7 @@ def test_batch_reproduces_acting_for_any_sequence_length(mode, sequence_length, 
                 torch.ones(48, dtype=torch.bool) if rollout.valid is None else rollout.valid.flatten()
             ].tolist()
         )
-        for part in (batch, *shuffled_parts(batch, 2, torch.Generator().manual_seed(0))):
+        for part in (batch, *batch.shuffled(torch.Generator().manual_seed(0)).split(2)):
             with torch.no_grad():
                 distribution, values = policy(part.observations, part.sequences)
             assert (distribution.log_prob(part.actions) - part.log_probs).abs().max() <= 1e-12
@@ -119,7 +119,7 @@ def test_minibatches_have_whole_sequences_and_count_valid_rows():
     sequences = {tuple(x.tolist()) for x in batch.place.split(batch.sequences.lengths.tolist())}
     assert all(len({(p // 16, p % 4) for p in places}) == 1 for places in sequences)  # one environment, one span
     generator = torch.Generator().manual_seed(0)
-    parts = shuffled_parts(batch, 4, generator)
+    parts = list(batch.shuffled(generator).split(4))
     assert [len(part.sequences) for part in parts] == [3, 3, 3, 3]
     assert {tuple(x.tolist()) for p in parts for x in p.place.split(p.sequences.lengths.tolist())} == sequences
     assert len({len(part) for part in parts}) > 1
@@ -127,7 +127,7 @@ def test_minibatches_have_whole_sequences_and_count_valid_rows():
         assert part.mean(torch.ones(len(part))) == pytest.approx(1)
         replaced = part.replace(returns=part.values)
         assert replaced.sequences is part.sequences
-    others = [part.place.tolist() for part in shuffled_parts(batch, 4, generator)]
+    others = [part.place.tolist() for part in batch.shuffled(generator).split(4)]
     assert others != [part.place.tolist() for part in parts]
 
 

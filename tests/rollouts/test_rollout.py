@@ -13,7 +13,7 @@ from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.batch import check_minibatches, on_grid
 from lightning_rl.rollouts.rollout import Episode, EpisodeSummary
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import DISCRETE, VECTOR, random_rollout, shuffled_parts
+from tests.helpers import DISCRETE, VECTOR, random_rollout
 
 
 def make_rollout(valid: Tensor | None = None) -> Rollout:
@@ -113,7 +113,7 @@ def test_copies_finish_before_they_are_read(device, monkeypatch):
 @pytest.mark.parametrize("num_minibatches", [1, 2, 3, 10])
 def test_minibatches_partition_the_rows(num_minibatches):
     batch = make_batch()
-    parts = shuffled_parts(batch, num_minibatches, torch.Generator().manual_seed(0))
+    parts = list(batch.shuffled(torch.Generator().manual_seed(0)).split(num_minibatches))
     assert len(parts) == num_minibatches
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert sorted(torch.cat([part.actions for part in parts]).tolist()) == list(range(10))
@@ -126,13 +126,22 @@ def test_minibatches_partition_the_rows(num_minibatches):
 def test_large_minibatches_are_gathered_one_at_a_time_and_are_the_same(monkeypatch, large, storage):
     monkeypatch.setattr("lightning_rl.rollouts.batch._LARGE", large)
     batch, order = make_batch(), torch.randperm(10, generator=torch.Generator().manual_seed(0))
-    together = [batch.ordered(some) for some in order.tensor_split(4)]
+    together = list(batch.ordered(order).split(4))
     for expected, minibatch in zip(together, batch.minibatches(order, 4), strict=True):
         assert torch.equal(minibatch.observations, expected.observations)
         assert torch.equal(minibatch.actions, expected.actions)
         assert minibatch.weight == expected.weight
     first = next(batch.minibatches(order, 4)).observations
     assert first.untyped_storage().nbytes() == 4 * storage  # three rows of two, or ten
+
+
+def test_generator_determines_the_order_of_shuffled_rows():
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch(100)
+    first, second = batch.shuffled(generator), batch.shuffled(generator)
+    again = batch.shuffled(torch.Generator().manual_seed(0))
+    assert not torch.equal(first.actions, second.actions)
+    assert torch.equal(first.actions, again.actions)
 
 
 def test_mean_is_the_sum_times_the_weight():
@@ -194,7 +203,7 @@ def test_nested_actions_are_flattened_shuffled_and_split_as_one():
     assert rollout.valid is not None
     assert len(batch) == len(batch.actions["arm"][0]) == int(rollout.valid.sum()) < 48
     assert batch.actions["move"].tolist() == steps[rollout.valid].tolist()
-    for part in shuffled_parts(batch, 3, torch.Generator().manual_seed(0)):
+    for part in batch.shuffled(torch.Generator().manual_seed(0)).split(3):
         assert isinstance(part.actions["arm"], tuple)
         assert part.actions["arm"][0].squeeze(-1).tolist() == (part.actions["move"] * 10).tolist()
         assert torch.equal(part.observations, rollout.observations[:12].flatten(0, 1)[part.actions["move"]])
