@@ -383,8 +383,9 @@ class EnvironmentBatch:
         """
         self._tracker.clock += 1
         try:
-            # Copies, since an environment may write into its action.
-            observations, rewards, terminated, truncated, infos = self.env.step(map_leaves(np.copy, actions))
+            # Copies, since a vectorized environment may write into its actions.
+            given = actions if self._pool is not None else map_leaves(np.copy, actions)
+            observations, rewards, terminated, truncated, infos = self.env.step(given)
             if self._pool is None:
                 rewards, terminated, truncated = self._checked(observations, rewards, terminated, truncated, infos)
         except BaseException as error:  # not `_named`, which costs a microsecond
@@ -433,7 +434,7 @@ class EnvironmentBatch:
                 self._check_observations(observations)
                 begins = ended if begins is None else begins | ended
         if begins is not None:
-            shown = self._begin_histories(begins, observations, first_infos)
+            shown = self._begin_histories(begins, observations, first_infos) if self._histories else observations
         return Step(shown, rewards, terminated, truncated, valid, finals, infos, failed, *repeats)
 
     def set_env_settings(self, settings: EnvSettings) -> None:
