@@ -93,10 +93,7 @@ class Graph:
         return self.outputs
 
     def understand(self, loss: ComputedLoss, parameters: Sequence[nn.Parameter]) -> None:
-        """Find the parts of the last call's loss among the outputs, and the parameters that it depends on.
-
-        A part that is missing raises a `ValueError`.
-        """
+        """Find the parts of the last loss in the outputs, and its parameters; without a part, raise a `ValueError`."""
         self._template = origins(loss, self.inputs, self.outputs)
         used = {which for kind, which in leaves(self._template) if kind == "outputs"}
         self.has_side_effects = used != set(range(len(self.outputs)))

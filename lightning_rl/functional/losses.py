@@ -138,8 +138,7 @@ def clipped_value_loss(
 ) -> Tensor:
     """Return PPO's clipped value loss of each step (Engstrom et al., 2020, arXiv 2005.12729, section 3).
 
-    `max(loss(v), loss(v_clipped))` with `v_clipped = v_old + clip(v - v_old, -clip_range, clip_range)` and the loss
-    `value_loss`.
+    `max(value_loss(v), value_loss(w))` with the clipped values `w = v_old + clip(v - v_old, -clip_range, clip_range)`.
 
     Args:
         values: Predictions, any shape.
