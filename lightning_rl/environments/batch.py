@@ -383,9 +383,8 @@ class EnvironmentBatch:
         """
         self._tracker.clock += 1
         try:
-            # Copies, since a vectorized environment may write into its actions.
-            given = actions if self._pool is not None else map_leaves(np.copy, actions)
-            observations, rewards, terminated, truncated, infos = self.env.step(given)
+            # Copies, since an environment may write into its action.
+            observations, rewards, terminated, truncated, infos = self.env.step(map_leaves(np.copy, actions))
             if self._pool is None:
                 rewards, terminated, truncated = self._checked(observations, rewards, terminated, truncated, infos)
         except BaseException as error:  # not `_named`, which costs a microsecond
