@@ -113,7 +113,7 @@ class Fork:
         stdout: Where it writes its output and errors.
         env: All variables of its environment.
         preexec_fn: Called in the new process before the program.
-        start_new_session: Whether it runs in a session of its own.
+        start_new_session: Whether it runs in a new session.
     """
 
     def __init__(

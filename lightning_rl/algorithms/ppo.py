@@ -98,8 +98,8 @@ class PPO(OnPolicyAlgorithm):
         self.dual_clip = self.options["clipping.dual"]
         self.value_huber_delta = self.options["clipping.value_huber_delta"]
         rollback = self.options["clipping.rollback"]
-        self.steps.rollback = rollback
         check(not rollback or self.target_kl is not None, "clipping.rollback", rollback, "a target_kl beside it")
+        self.steps.rollback = rollback
 
     def update(self, rollout: Rollout) -> None:
         batch = self.batch(rollout)

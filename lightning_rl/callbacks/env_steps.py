@@ -182,7 +182,7 @@ class EnvStepCheckpoint(ModelCheckpoint):
 
     Args:
         every_n_env_steps: Environment steps of all ranks between checkpoints.
-        dirpath: Folder; by default `checkpoints` in the folder of the logger, on the command line in that of the run.
+        dirpath: Folder; by default `checkpoints` in the folder of the logger; on the command line, in the run folder.
         filename: As in `ModelCheckpoint`; `{step}` is the number of environment steps.
         monitor: Logged value by which the best are kept (`val/...`: after the next validation). None keeps the newest.
         mode: Whether the largest (`max`) or the smallest (`min`) value is the best.

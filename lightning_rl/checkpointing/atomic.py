@@ -73,7 +73,7 @@ class LastCheckpoint(ModelCheckpoint):
     `InterruptionGuard` saves it once more when a signal stops the run.
 
     Args:
-        dirpath: Folder; by default `checkpoints` in the folder of the logger, on the command line in that of the run.
+        dirpath: Folder; by default `checkpoints` in the folder of the logger; on the command line, in the run folder.
         train_time_interval: Also save within an epoch, after the first rollout that ends this long after the last save.
             Rollouts that are followed by a validation are excluded, since a run that resumes there would skip the
             validation. None saves only at the end of epochs.

@@ -40,7 +40,7 @@ def from_checkpoint(
         is_own = saved == cls.__name__ and not cls.__module__.startswith("lightning_rl.")  # and may have been moved
         algorithm = cls if path is None or is_own else import_class("_class_path", path, LightningModule)
         options = constructor_options(algorithm, stored)
-        # A user's class without options of its own can be loaded as its base class.
+        # A user's class that adds no options can be loaded as its base class.
         is_other = saved in dir(lightning_rl) and saved not in {base.__name__ for base in algorithm.__mro__}
         if is_other or not issubclass(algorithm, cls):
             raise ConfigurationError(

@@ -155,7 +155,7 @@ def _time(path: Path) -> float:
 
 
 def _furthest_first(folder: Path, resumable: bool = False) -> list[tuple[float, Path]]:
-    """Return environment steps and path of checkpoints, without those of weights only if `resumable`.
+    """Return environment steps and path of checkpoints; `resumable` leaves out files that have only weights.
 
     Copies of a run keep the steps, unlike the times. Files that cannot be read come first: they may be the furthest.
     """

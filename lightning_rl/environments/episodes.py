@@ -386,7 +386,9 @@ class RestartingEpisodes(SeededEpisodes):
             self.env.close()
         try:
             self.env = self._make()
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             again = self._failure(f"raised in the making of a new environment: {summary(error)}")
             self.episode += 1  # as after a reset that fails
             observation, info = self._restart(again)

@@ -434,7 +434,7 @@ class UpdateRecord:
         self._skips: Tensor | None = None
         # Names, their values, and the `is_open` flag at the start of the minibatch.
         self._recorded: list[tuple[Sequence[str], Tensor, Tensor]] = []
-        self._absolute: list[tuple[str, Tensor, Tensor]] = []  # likewise, of `add_absolute`
+        self._absolute: list[tuple[str, Tensor, Tensor]] = []  # of `add_absolute`
         self.prefix = ""
 
     def next_minibatch(self) -> None:
