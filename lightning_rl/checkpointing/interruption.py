@@ -127,14 +127,13 @@ class InterruptionGuard(Callback):
             os._exit(128 + signum)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        # A resumed run would skip a due validation, or the end of the epoch: stop after these. It would not know that
-        # the run ends with this rollout anyway (`should_stop`), and train longer.
-        if not (validates_now(trainer) or ends_epoch(trainer) or trainer.should_stop):
+        # A resumed run would skip a due validation, or the end of the epoch: stop after these.
+        if not (validates_now(trainer) or ends_epoch(trainer) or _is_over(trainer)):
             self._stop_if_asked(trainer, pl_module, "on_train_batch_end", *args)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_fitting = trainer.state.fn == "fit" and not trainer.sanity_checking
-        if is_fitting and not (ends_epoch(trainer) or trainer.should_stop):
+        if is_fitting and not (ends_epoch(trainer) or _is_over(trainer)):
             self._stop_if_asked(trainer, pl_module, "on_validation_end")
 
     def _stop_if_asked(self, trainer: Trainer, pl_module: LightningModule, hook: str, *args: object) -> None:
@@ -149,7 +148,7 @@ class InterruptionGuard(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save; the run stops when the next epoch starts, after later callbacks have saved or stopped training."""
-        if not trainer.should_stop and (received := self._received_by_any(trainer, pl_module)):
+        if not _is_over(trainer) and (received := self._received_by_any(trainer, pl_module)):
             self._save(trainer, received)
             self._stopping = received
 
@@ -251,6 +250,13 @@ def early_termination() -> Iterator[EarlyTermination | None]:
 def _is_free(handler: object) -> bool:
     """Whether this is a default handler, not one of the program."""
     return handler in (signal.SIG_DFL, signal.default_int_handler) or isinstance(handler, EarlyTermination)
+
+
+def _is_over(trainer: Trainer) -> bool:
+    """Whether the run ends with this rollout anyway; a resumed run would not know that, and train longer."""
+    progress: Any = trainer.fit_loop.epoch_progress.current  # until `min_epochs`, the Trainer ignores `should_stop`
+    has_minimum = progress.processed >= (trainer.min_epochs or 0) and trainer.global_step >= (trainer.min_steps or 0)
+    return trainer.should_stop and has_minimum
 
 
 def _save_beside_others(trainer: Trainer) -> None:

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_rl import PPO, EnvStepCheckpoint, EnvStepValidation, LastCheckpoint, RolloutDataModule
+from lightning_rl import PPO, EnvStepCheckpoint, EnvStepLimit, EnvStepValidation, LastCheckpoint, RolloutDataModule
 from lightning_rl.checkpointing.interruption import InterruptionGuard, early_termination
 from tests.checkpointing.test_resume import differences, run_state
 from tests.helpers import make_data, make_model, make_trainer
@@ -79,7 +79,9 @@ class InValidation(Callback):
             self.what()
 
 
-def run(folder: Path, *callbacks: Callback, ckpt_path: str | None = None, last: bool = True) -> PPOInterrupted:
+def run(
+    folder: Path, *callbacks: Callback, ckpt_path: str | None = None, last: bool = True, **trainer: Any
+) -> PPOInterrupted:
     """Train for two epochs of three rollouts each."""
     seed_everything(3, verbose=False)
     data = RolloutDataModule(
@@ -102,6 +104,7 @@ def run(folder: Path, *callbacks: Callback, ckpt_path: str | None = None, last: 
         enable_model_summary=False,
         num_sanity_val_steps=0,
         enable_checkpointing=last or any(isinstance(callback, Checkpoint) for callback in callbacks),
+        **trainer,
     ).fit(model, data, ckpt_path=ckpt_path)
     return model
 
@@ -238,6 +241,13 @@ def test_fit_after_a_stop_saves_checkpoints_that_continue_in_the_middle_of_an_ep
 def test_signal_in_last_rollout_lets_run_finish(interrupt, whole, tmp_path):
     assert run(tmp_path, *interrupt("update", send(signal.SIGTERM), ROLLOUTS - 1)).policy_version == ROLLOUTS
     assert differences(run_state(tmp_path / "last.ckpt"), whole) == []
+
+
+@pytest.mark.parametrize("minimum", [{"min_epochs": 2}, {"min_steps": ROLLOUTS * 6}])
+def test_signal_stops_a_run_that_continues_to_its_minimum_after_its_limit(minimum, interrupt, tmp_path):
+    with pytest.raises(SystemExit):
+        run(tmp_path, EnvStepLimit(64), *interrupt("update", send(signal.SIGTERM)), **minimum)
+    assert stored(tmp_path / "last.ckpt") == INTERRUPTED_IN + 1
 
 
 def test_signal_before_training_stops_after_first_rollout(tmp_path, capfd):
