@@ -223,11 +223,12 @@ def adopt_settings(checkpoint: dict[str, Any], module: Any) -> None:  # an algor
     names = [f"{group}.{name}" for group in (*_OPTIMIZERS, SCHEDULER) for name in ("name", "options")]
     if all(stored.get(name) == own[name] for name in (*names, "optimizer.groups")):
         return
-    # Without a new scheduler, `_adopt_learning_rates` has set the rates.
-    kept = {"params", "lr", "initial_lr"} if keeps_schedule else {"params"}
+    arguments = _argument_names(stored) | _argument_names(own)
     for state, optimizer in zip(checkpoint["optimizer_states"], optimizers, strict=True):
         for group, new in zip(state["param_groups"], optimizer.param_groups, strict=True):
-            group |= {name: value for name, value in new.items() if name not in kept}
+            # Other entries may be state, as the step size of Prodigy. A new scheduler has already written its own.
+            taken = arguments if keeps_schedule else new.keys() - {"params"}
+            group |= {name: new[name] for name in taken if name in new}
             if SCALE not in new:
                 group.pop(SCALE, None)
     if not keeps_schedule:
@@ -235,6 +236,12 @@ def adopt_settings(checkpoint: dict[str, Any], module: Any) -> None:  # an algor
     for state, scheduler in zip(checkpoint["lr_schedulers"], schedulers, strict=False):
         new, taken = scheduler.state_dict(), {*stored[f"{SCHEDULER}.options"], *own[f"{SCHEDULER}.options"]}
         state |= {name: new[name] for name in taken if name in new and name != "last_epoch"}
+
+
+def _argument_names(options: Mapping[str, Any]) -> set[str]:
+    given = [options.get(f"{group}.options") or {} for group in _OPTIMIZERS]
+    given += (options.get("optimizer.groups") or {}).values()
+    return {name for arguments in given for name in arguments}
 
 
 def _adopt_learning_rates(

@@ -107,6 +107,30 @@ def test_new_optimizer_arguments_keep_stored_state(resume, tmp_path):
     assert after["state"][0]["step"] == before["state"][0]["step"] * 5 / 4
 
 
+class Counting(torch.optim.SGD):
+    """Counts steps in its parameter groups, where Prodigy has its step size."""
+
+    def __init__(self, params: Any, lr: float, momentum: float = 0.0) -> None:
+        super().__init__(params, lr, momentum)
+        for group in self.param_groups:
+            group["steps"] = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["steps"] += 1
+
+
+SETTINGS["counting"] = {"env_id": "CartPole-v1"}, {"optimizer": {"name": Counting}}
+
+
+def test_new_optimizer_arguments_keep_state_in_parameter_groups(resume, tmp_path):
+    resume("counting", stop=5, model={"optimizer": {"name": Counting, "options": {"momentum": 0.5}}})
+    before, after = (optimizer_state(tmp_path / f"{part}.ckpt") for part in ("first/after_4", "second/after_5"))
+    assert after["param_groups"][0]["momentum"] == 0.5
+    assert after["param_groups"][0]["steps"] == before["param_groups"][0]["steps"] * 5 / 4 > 0
+
+
 def test_other_path_of_the_optimizer_class_keeps_stored_state(resume):
     changed = SETTINGS["scheduler"][1]["optimizer"] | {"name": torch.optim.RMSprop}
     _, (message,) = resume("scheduler", stop=5, model={"optimizer": changed})
