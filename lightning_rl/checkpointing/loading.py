@@ -14,7 +14,7 @@ from torch import Tensor
 import lightning_rl
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format
 from lightning_rl.files import read_data
-from lightning_rl.options import default_groups, with_changes
+from lightning_rl.options import default_groups, parameters_of, with_changes
 from lightning_rl.training.normalizers import reward_scale
 from lightning_rl.training.parameter_groups import PARTS, Part, part_of
 from lightning_rl.validation import ConfigurationError, check, constructor_options, import_class, loading
@@ -40,9 +40,10 @@ def from_checkpoint(
         is_own = saved == cls.__name__ and not cls.__module__.startswith("lightning_rl.")  # and may have been moved
         algorithm = cls if path is None or is_own else import_class("_class_path", path, LightningModule)
         options = constructor_options(algorithm, stored)
-        # A user's class that adds no options can be loaded as its base class.
+        # A user's class that adds no options can be loaded as its base class. The constructor names unknown options.
+        adds_options = saved != algorithm.__name__ and options.keys() - {x.name for x in parameters_of(algorithm)}
         is_other = saved in dir(lightning_rl) and saved not in {base.__name__ for base in algorithm.__mro__}
-        if is_other or not issubclass(algorithm, cls):
+        if is_other or adds_options or not issubclass(algorithm, cls):
             raise ConfigurationError(
                 f"checkpoint_path={str(source)!r} is a checkpoint of {saved}, not of {cls.__name__}: "
                 f"use {saved}.load_from_checkpoint"

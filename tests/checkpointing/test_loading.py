@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,7 @@ class Coefficient(PPO):
         super().__init__(*args, **kwargs)
 
 
-def test_a_renamed_option_is_named(tmp_path):
+def test_a_renamed_option_and_the_class_that_has_it_are_named(tmp_path):
     data = make_data()
     model, trainer = Coefficient(data.observation_space, data.action_space), make_trainer(enable_checkpointing=True)
     trainer.fit(model, data)
@@ -193,6 +194,9 @@ def test_a_renamed_option_is_named(tmp_path):
     other = type("Coefficient", (PPO,), {})
     with pytest.raises(ConfigurationError, match=r"aux_coef=0\.5 is no option of Coefficient"):
         other.load_from_checkpoint(path)
+    expected = f"checkpoint_path='{path}' is a checkpoint of Coefficient, not of PPO: use Coefficient.load_from_checkp"
+    with pytest.raises(ConfigurationError, match=re.escape(expected)):
+        PPO.load_from_checkpoint(path)
 
 
 def test_an_algorithm_that_was_moved_to_another_module_loads_its_checkpoint(in_tmp_path, monkeypatch, capsys):
