@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
+from operator import itemgetter
 from pathlib import Path, PureWindowsPath
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
@@ -157,20 +157,20 @@ def _time(path: Path) -> float:
 def _furthest_first(folder: Path, resumable: bool = False) -> list[tuple[float, Path]]:
     """Return environment steps and path of checkpoints; `resumable` leaves out files that have only weights.
 
-    Copies of a run keep the steps, unlike the times. Files that cannot be read come first: they may be the furthest.
+    Copies of a run keep the steps, unlike the times. A file that cannot be read has its place by its time.
     """
-    found = []
-    for path in folder.glob("*.ckpt"):
-        steps = math.inf
+    found: list[tuple[float, Path]] = []
+    # Of files of the same step and time, `last.ckpt` comes first.
+    for path in sorted(folder.glob("*.ckpt"), key=lambda path: (_time(path), path.name.startswith("last"))):
+        steps = max((earlier for earlier, _ in found), default=-1) + 0.5
         with contextlib.suppress(ConfigurationError):
             checkpoint = read_checkpoint(path, mapped=True)
             if resumable and is_weights_only(checkpoint):
                 continue
             steps = checkpoint[CHECKPOINT_KEY]["env_steps"]
         if path.exists():  # a run that is still training may replace it
-            # Of files of the same step and time, `last.ckpt` comes first.
-            found.append((steps, _time(path), path.name.startswith("last"), path))
-    return [(steps, path) for steps, _, _, path in sorted(found, reverse=True)]
+            found.append((steps, path))
+    return sorted(reversed(found), key=itemgetter(0), reverse=True)
 
 
 def _best(run: Path, resumable: bool) -> Path | None:

@@ -201,6 +201,20 @@ def test_last_falls_back_to_newest_intact_checkpoint_with_warning(tmp_path):
         find_checkpoint(tmp_path, "last")  # the checkpoint of another run is not used
 
 
+@pytest.mark.parametrize("kind", ["damaged", "of another program"])
+def test_unreadable_file_from_before_the_last_checkpoint_is_no_obstacle(kind, tmp_path, recwarn):
+    folder = tmp_path / "version_0/checkpoints"
+    best = write_run(folder, 100)
+    other = write(folder / "step=5.ckpt", 50)
+    if kind == "damaged":
+        other.write_bytes(other.read_bytes()[:-100])
+        os.utime(other, (50, 50))
+    assert find_checkpoint(tmp_path, "last") == folder / "last.ckpt"
+    assert find_checkpoint(tmp_path, "best") == best
+    assert run_dir_of(folder / "last.ckpt", 10) == tmp_path / "version_0"
+    assert not recwarn.list
+
+
 def test_damaged_best_checkpoint_raises(tmp_path):
     best = flip_a_bit(write_run(tmp_path / "version_0/checkpoints", 100), "data.pkl")
     with pytest.raises(DamagedFileError, match=f"ckpt_path='{best}' is damaged"):
