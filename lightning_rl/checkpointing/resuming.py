@@ -80,6 +80,8 @@ def _follow_moved_folder(states: Mapping[str, dict[str, Any]], trainer: Trainer)
         old, new = state.get("dirpath"), getattr(callback, "dirpath", None)
         if not old or not new or old == new or Path(str(trainer.ckpt_path)).parent.resolve() != Path(new).resolve():
             continue
+        if not Path(_moved(state["best_model_path"], old, new)).exists():
+            continue  # `old` is another folder, of a run with another `dirpath`
         for name in ("dirpath", "best_model_path", "kth_best_model_path", "last_model_path"):
             state[name] = _moved(state[name], old, new)
         state["best_k_models"] = {_moved(path, old, new): score for path, score in state["best_k_models"].items()}

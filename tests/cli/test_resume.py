@@ -378,6 +378,14 @@ def test_a_resumed_run_keeps_the_score_of_its_best_checkpoint_with_every_logger(
     assert copied.trainer.checkpoint_callback.dirpath == str(Path("copy/checkpoints").resolve()) != first.dirpath
 
 
+def test_a_run_that_resumes_without_the_dirpath_of_its_best_checkpoint_finds_the_next_best():
+    own = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.monitor=val/episode_return"]
+    own += ["--trainer.callbacks.mode=max"]
+    main(["fit", *SMALL, *own, "--trainer.callbacks.dirpath=elsewhere", "--max_env_steps=64"])
+    saver = main(["fit", *SMALL, *own, "--max_env_steps=128", "--ckpt_path=last"]).trainer.checkpoint_callback
+    assert Path(saver.dirpath) == (RUN / "checkpoints").resolve() and Path(saver.best_model_path).exists()
+
+
 def test_resuming_from_a_checkpoint_beside_a_log_starts_a_new_run_folder():
     folder = "--trainer.callbacks.dirpath=rows/lightning_logs/version_0/checkpoints"
     own = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=rows", "--trainer.callbacks+=ModelCheckpoint"]
