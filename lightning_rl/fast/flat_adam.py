@@ -109,6 +109,10 @@ class FlatAdam(Adam):
         super().add_param_group(param_group)
         self._vectors = None  # they lack the new group
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._vectors = None  # they hold the previous groups, even if the moments are the same tensors
+
     def _can_lay_out(self, group: dict[str, Any]) -> bool:
         parameters: list[Tensor] = group["params"]
         first = parameters[0]

@@ -132,6 +132,18 @@ def test_replaced_parameters_or_state_are_detected(happens: Callable[[nn.Module,
     assert len(gradients_of(ours[1])) == 1
 
 
+def test_options_of_a_loaded_state_dict_take_effect():
+    """Also if the state dict is not a copy, so that the moments stay the same tensors."""
+    ours, adams = pair()
+    for network, optimizer in (ours, adams):
+        learn(network, optimizer)
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] = 1e-4
+        optimizer.load_state_dict(state)
+        learn(network, optimizer)
+    assert_same(ours, adams)
+
+
 @pytest.mark.parametrize("kinds", [(FlatAdam, Adam), (Adam, FlatAdam), (FlatAdam, FlatAdam)])
 def test_state_dict_is_compatible_with_adam(kinds):
     whole, _ = pair()
