@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_rl import functional as rl
@@ -21,7 +22,7 @@ from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.advantages import AdvantageEstimator
 from lightning_rl.training.config import AdvantageConfig, NormalizationConfig, OptimizerConfig
 from lightning_rl.training.loss import Loss
-from lightning_rl.validation import NonNegativeFloat, PositiveInt
+from lightning_rl.validation import NonNegativeFloat, PositiveInt, check
 
 
 class TFAgentsEstimator(AdvantageEstimator):
@@ -147,6 +148,12 @@ class TFAgentsPPO(PPOKLPenalty):
         for module in (x for normalizer in normalizers if normalizer is not None for x in normalizer.modules()):
             if isinstance(module, RunningMoments):
                 module.variance.zero_()
+
+    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
+        super().check_run(trainer, rollout_shape)
+        if rollout_shape is not None:
+            expected = "at least 2, since the last step only gives its value"
+            check(rollout_shape[0] > 1, "rollout_length", rollout_shape[0], expected)
 
     def make_estimator(self, **options: Any) -> TFAgentsEstimator:  # options of the estimator
         return TFAgentsEstimator(self.policy, self.normalizers, **options)

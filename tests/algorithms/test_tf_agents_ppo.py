@@ -14,7 +14,7 @@ from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.training.loss import Loss
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, Recorder, make_trainer, merged, random_rollout
+from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, Recorder, make_data, make_trainer, merged, random_rollout
 from tests.policies.distributions.test_golden import as_action, build
 from tests.vectors.load import load
 
@@ -434,6 +434,13 @@ def test_time_limits_are_terminal_and_the_last_step_is_not_learned():
     batch = model.batch(rollout)
     assert batch.weights.view(12, 4)[-1].tolist() == [0, 0, 0, 0]
     assert batch.weights[:-4].all()
+
+
+def test_a_rollout_of_one_step_raises():
+    data = make_data(rollout_length=1)
+    model = TFAgentsPPO(data.observation_space, data.action_space)
+    with pytest.raises(ConfigurationError, match=r"^rollout_length=1 is not valid: expected at least 2"):
+        make_trainer().fit(model, data)
 
 
 def test_steps_with_return_and_advantage_of_0_have_weight_0():
