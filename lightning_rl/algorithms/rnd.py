@@ -133,6 +133,11 @@ class RND(PPO):
             policy.novelty_normalizer.update(rollout.flatten().observations)  # type: ignore[union-attr, operator]
         super().update(rollout)
 
+    def record_loss(self, rollout: Rollout | Batch) -> None:
+        learned = self.stream  # of a rollout that is being learned from
+        super().record_loss(rollout)
+        self.stream = learned
+
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
         stream = self.intrinsic_stream(rollout)
         valid = torch.ones_like(rollout.dones) if rollout.valid is None else rollout.valid

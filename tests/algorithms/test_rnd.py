@@ -186,6 +186,26 @@ def test_compute_loss_changes_nothing():
     assert torch.equal(torch.get_rng_state(), state[0]) and torch.equal(model.generator.get_state(), state[1])
 
 
+def test_compute_loss_within_an_update_changes_no_statistics():
+    found = []
+    for held_out in (False, True):
+
+        class Own(RND):
+            def loss(self, batch):
+                if self.checks_held_out:
+                    self.checks_held_out = False
+                    self.compute_loss(random_rollout(self.policy, seed=9))
+                return super().loss(batch)
+
+        torch.manual_seed(0)
+        model = Own(VECTOR, DISCRETE, **SMALL)
+        model.checks_held_out = held_out
+        rollouts = [random_rollout(model.policy, seed=0, off_policy=0.0)]
+        make_trainer().fit(model, FixedRollouts(rollouts, model))
+        found.append({name: x for name, x in model.state_dict().items() if "normalizer" in name})
+    assert found[0] and all(torch.equal(x, found[1][name]) for name, x in found[0].items())
+
+
 def test_skipped_update_changes_no_statistics():
     data = make_data(rollouts_per_epoch=2)
     model = make(data.observation_space, data.action_space, debug={"max_skipped_updates": 1})
