@@ -321,9 +321,12 @@ def _check_critic_only(
 ) -> frozenset[str]:
     if not paths:
         return frozenset()
-    unknown = ", ".join(repr(path) for path in paths if without(space, [path]) == space)
-    expected = f"parts of a Dict ({', '.join(space_leaves(space))}), got {unknown}"
-    check(not unknown, "policy.critic_only", paths, expected)
+    # The parts around each leaf; `without` removes no part of a Tuple.
+    keys = [path.split(".") for path in space_leaves(space)]
+    parts = dict.fromkeys(".".join(some[:n]) for some in keys for n in range(1, len(some) + 1))
+    known = [path for path in parts if without(space, [path]) != space]
+    unknown = ", ".join(repr(path) for path in paths if path not in known)
+    check(not unknown, "policy.critic_only", paths, f"parts of a Dict ({', '.join(known)}), got {unknown}")
     left = space_leaves(without(space, paths))
     check(bool(left), "policy.critic_only", paths, "at least one part for the actor")
     check(shared_encoder is not True, "policy.shared_encoder", True, f"None or False, since critic_only={list(paths)}")

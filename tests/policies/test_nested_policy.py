@@ -175,6 +175,7 @@ def test_leaf_encoder_of_a_critic_only_part_belongs_to_the_critic():
             r"critic_only=.* expected at least one part for the actor",
         ),
         (SENSORS, {"critic_only": ["arm.0"]}, r"critic_only=.*, got 'arm\.0'"),
+        (SENSORS, {"critic_only": ["arm.0"]}, r".* Dict \(arm, body, body\.lamps, body\.wheels, camera, place\), got"),
         (PAIR, {"critic_only": ["0"]}, r"critic_only=\['0'\] .* expected parts of a Dict"),
         (ROBOT, {"critic_only": ["robot"], "shared_encoder": True}, r"shared_encoder=True .* None or False, since"),
         (ROBOT, {"critic_only": "robot"}, r"critic_only='robot' .* a list of names"),
