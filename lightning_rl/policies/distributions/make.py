@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -150,6 +151,11 @@ def _make_head(
         is_one = isinstance(mask_space, ActionMask) and mask_space.given is None
         expected = f"{_AUTOREGRESSIVE}, since there are masks of single components or that depend on another's choice"
         check(is_one or isinstance(head, AutoregressiveHead), field, type(head).__name__, expected)
+        expected = "a head whose forward takes features and a mask, since there are masks for its part of the action"
+        try:
+            inspect.signature(head.forward).bind("features", "mask")
+        except TypeError:
+            check(False, field, type(head).__name__, expected)
     return head
 
 

@@ -319,12 +319,19 @@ def test_autoregressive_distribution_with_masks_may_have_no_rows():
     assert distribution.log_prob(distribution.sample(generator())).shape == (0,)
 
 
-class Obedient(torch.nn.Module):
-    """A custom head with masks."""
+class Plain(torch.nn.Module):
+    """A custom head without masks."""
 
     def __init__(self, in_features: int, space: spaces.Discrete) -> None:
         super().__init__()
         self.logits = torch.nn.Linear(in_features, int(space.n))
+
+    def forward(self, features: Tensor) -> Categorical:
+        return Categorical(self.logits(features))
+
+
+class Obedient(Plain):
+    """A custom head with masks."""
 
     def forward(self, features: Tensor, mask: Tensor | None = None) -> Categorical:
         logits = self.logits(features)
@@ -396,6 +403,12 @@ def test_custom_head_gets_the_mask():
         (PAIR, None, {"kind": "autoregressive", "order": "01"}, r"order='01' .* each of 0, 1 once"),
         (PAIR, None, {"kind": "autoregressive", "hidden_size": 0}, r"hidden_size=0 .* at least 1"),
         (UNITS, None, {"kind": "autoregressive", "depth": 2}, r"\['depth'\] .* of its options hidden_size, order"),
+        (
+            spaces.Discrete(5),
+            DISCRETE_MASK,
+            {"class_path": f"{__name__}.Plain"},
+            r"^policy.action_distribution='Plain' .* whose forward takes features and a mask",
+        ),
     ],
 )
 def test_invalid_masks_raise(space, mask_space, choice, message):
