@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_rl.nested import Nested, module_name, part_at, space_leaves
-from lightning_rl.validation import check, check_positive_int, is_list, is_one_of
+from lightning_rl.validation import ConfigurationError, check, check_positive_int, is_list, is_one_of
 
 DiscreteEncoding = Literal["one_hot", "embedding"]
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
@@ -127,10 +127,15 @@ class DiscreteInput(nn.Module):
         return zeros.scatter_(-1, classes + self.offset, 1)
 
 
-def _make_input(space: Any, discrete_encoding: DiscreteEncoding) -> nn.Module:
+def _make_input(space: spaces.Space[Any], discrete_encoding: DiscreteEncoding) -> nn.Module:
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         return NumericInput(space)
-    return DiscreteInput(space, discrete_encoding)
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return DiscreteInput(space, discrete_encoding)
+    raise ConfigurationError(
+        f"observation_space={space} is not supported: expected Box, Discrete, MultiDiscrete, MultiBinary, "
+        "or a Dict or Tuple of these"
+    )
 
 
 class MLPEncoder(nn.Module):

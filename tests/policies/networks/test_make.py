@@ -221,6 +221,7 @@ def test_custom_encoder_is_made_from_its_class_path():
         (spaces.Box(-1, 1, (3,)), {"network": "resnet"}, r"network='resnet' .* expected auto, mlp, nature, impala"),
         (spaces.Box(-1, 1, (3,)), {"activation": "sigmoid"}, r"activation='sigmoid' .* expected one of tanh, relu"),
         (spaces.Box(-1, 1, (3,)), {"hidden_sizes": (64, 0)}, r"hidden_sizes=0 .* an integer of at least 1"),
+        (spaces.Text(3), {}, r"observation_space=Text.* expected Box, Discrete, MultiDiscrete, MultiBinary, or a Dict"),
         (
             spaces.Box(-1, 1, (3,)),
             {"network": "no.such.Thing"},
