@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Sequence
 from typing import Any, TypeGuard, cast
 
+import torch
 from gymnasium import spaces
 from torch import nn
 
 from lightning_rl.nested import space_leaves
 from lightning_rl.policies.networks.images import ImpalaEncoder, NatureEncoder, network_for_image
 from lightning_rl.policies.networks.mlp import DiscreteEncoding, MLPEncoder
-from lightning_rl.spaces import is_image
+from lightning_rl.spaces import is_image, sampled_observations
 from lightning_rl.validation import ClassSpec, check, instantiate, to_class_spec
 
 # Not `dict[str, Any]`: jsonargparse would instantiate the class specs of leaves.
@@ -112,4 +115,12 @@ def _flat_encoder(
     has_width = isinstance(getattr(encoder, "out_features", None), int)
     expected = "an nn.Module with an integer attribute out_features, the number of features of one observation"
     check(has_width, field, spec["class_path"], expected)
+    weight = next(encoder.parameters(), torch.zeros(0))
+    found = [2, encoder.out_features]
+    # A network that fails here, such as one for GPUs alone, works or fails with its own error when it acts. The copy
+    # may count what it sees.
+    with contextlib.suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        found = list(copy.deepcopy(encoder)(sampled_observations(space, weight.dtype, num_rows=2, seed=0)).shape)
+    expected = f"features {[2, encoder.out_features]} for 2 observations, by its out_features, got {found}"
+    check(found == [2, encoder.out_features], field, spec["class_path"], expected)
     return encoder

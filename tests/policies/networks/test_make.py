@@ -36,6 +36,24 @@ class PlainEncoder(nn.Module):
         return self.linear(observations)
 
 
+class Boastful(PlainEncoder):
+    """Declares too many features, counts its calls, and draws random numbers."""
+
+    def __init__(self, space: spaces.Box, more: int = 1) -> None:
+        super().__init__(space)
+        self.out_features += more
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, observations: Tensor) -> Tensor:
+        self.seen += len(observations)
+        return super().forward(observations.flatten(1)) + 0 * torch.randn(())
+
+
+class OnlyOnItsDevice(Boastful):
+    def forward(self, observations: Tensor) -> Tensor:
+        raise NotImplementedError("this kernel needs a GPU")
+
+
 class WithoutOutFeatures(nn.Module):
     def __init__(self, space: spaces.Box) -> None:
         super().__init__()
@@ -213,6 +231,23 @@ def test_custom_encoder_is_made_from_its_class_path():
     assert isinstance(make_encoder(spaces.Box(-1, 1, (3,)), f"{__name__}.PlainEncoder"), PlainEncoder)
 
 
+def test_checking_the_width_of_an_encoder_has_no_side_effects():
+    space, spec = spaces.Box(-1, 1, (3,)), {"class_path": f"{__name__}.Boastful", "init_args": {"more": 0}}
+    space.seed(3)
+    torch.manual_seed(3)
+    encoder = make_encoder(space, spec)
+    drawn, sampled = torch.rand(3), space.sample()
+    assert encoder.seen == 0
+    space.seed(3)
+    torch.manual_seed(3)
+    Boastful(space, 0)
+    assert torch.equal(drawn, torch.rand(3)) and np.array_equal(sampled, space.sample())
+
+
+def test_encoder_that_needs_a_gpu_is_not_checked():
+    assert make_encoder(spaces.Box(-1, 1, (3,)), f"{__name__}.OnlyOnItsDevice").out_features == 9
+
+
 @pytest.mark.parametrize(
     ("space", "options", "message"),
     [
@@ -236,6 +271,16 @@ def test_custom_encoder_is_made_from_its_class_path():
             spaces.Box(-1, 1, (3,)),
             {"network": {"class_path": f"{__name__}.PlainEncoder", "init_args": {"depth": 3}}},
             r"network: .*PlainEncoder refused the arguments \{'depth': 3\}",
+        ),
+        (
+            spaces.Box(-1, 1, (3,)),
+            {"network": f"{__name__}.Boastful"},
+            r"network='.*Boastful' is not valid: expected features \[2, 9\] for 2 .*, got \[2, 8\]",
+        ),
+        (
+            spaces.Dict({"a": spaces.Box(-1, 1, (3,)), "b": spaces.Box(-9, 9, (2, 2), np.float64)}),
+            {"network": {"b": f"{__name__}.Boastful"}},
+            r"network\.b='.*Boastful' is not valid: expected features \[2, 9\]",
         ),
         (spaces.Box(-1, 1, (3,)), {"network": {"width": 3}}, r"network=.* a dict with 'class_path'"),
     ],
