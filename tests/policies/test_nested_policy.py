@@ -154,6 +154,11 @@ def test_network_of_images_suits_an_image_of_the_critic_alone(network):
     assert not len(policy.actor_encoder.encoders)
 
 
+def test_paths_of_networks_are_refused_for_a_flat_image():
+    with pytest.raises(ConfigurationError, match=r"^policy\.network=\{'cam': 'mlp'\} .* 'class_path', got 'cam'"):
+        PPO(SENSORS["camera"], DISCRETE, policy={"network": {"cam": "mlp"}})
+
+
 def test_leaf_encoder_of_a_critic_only_part_belongs_to_the_critic():
     network = {"robot.mass": f"{__name__}.Mean", "joints": "mlp"}
     policy = ActorCritic(ROBOT, DISCRETE, critic_only=["robot"], network=network)

@@ -79,6 +79,7 @@ def name_image_networks(space: spaces.Space[Any], network: Network = "auto") -> 
     images = {path: network_for_image(leaf) for path, leaf in space_leaves(space).items() if is_image(leaf)}
     named: dict[str, Any]
     if is_by_path(network):
+        images.pop("", None)  # paths do not suit a flat image, which `make_encoder` refuses
         named = network | {path: name for path, name in images.items() if network.get(path, "auto") == "auto"}
     elif network in _OF_IMAGES:
         named = images if network == "auto" else dict.fromkeys(images, network)
