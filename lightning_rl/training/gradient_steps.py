@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import operator
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ WHAT_TO_TRY = (
     "Check the rewards and observations (normalization.rewards and normalization.observations bound them), or lower "
     "learning_rate or optimizer.max_grad_norm"
 )
+_ANOMALY = re.compile(r"Function '(\w+)' returned nan values")
 # Minibatches that the host has not checked yet may take this many bytes.
 _MAX_UNCHECKED = 2**28
 
@@ -394,7 +396,15 @@ class EagerEngine:
 
     def backward(self, model: LightningModule, total: Tensor) -> None:
         """Compute the gradient of the last loss, whose `total` may have further summands by now."""
-        model.manual_backward(total)
+        try:
+            model.manual_backward(total)
+        except RuntimeError as error:
+            if (found := _ANOMALY.search(str(error))) is None:
+                raise
+            raise FloatingPointError(
+                f"the gradient of {found[1]} is NaN: detect_anomaly printed above where it was computed. "
+                f"{WHAT_TO_TRY}; run without detect_anomaly to save the update and repeat it (FailedUpdate)"
+            ) from error
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Return the gradients that `step` applies. One tensor may hold the gradients of several parameters."""

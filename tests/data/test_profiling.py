@@ -89,15 +89,15 @@ class Poison(Callback):
 
 
 @pytest.mark.parametrize(
-    ("detect", "error", "message"),
+    ("detect", "message"),
     [
-        (True, RuntimeError, "Function 'SqrtBackward0' returned nan values"),  # PyTorch's own
-        (False, FloatingPointError, "grad_norm is nan.*lower learning_rate.*detect_anomaly=True names the operation"),
+        (True, "the gradient of SqrtBackward0 is NaN.*lower learning_rate"),
+        (False, "grad_norm is nan.*detect_anomaly=True names the operation"),
     ],
 )
-def test_nan_gradient_error_suggests_a_remedy(detect, error, message, in_tmp_path):
+def test_nan_gradient_error_suggests_a_remedy(detect, message, in_tmp_path):
     data = make_data()
     trainer = make_trainer(callbacks=[Poison()], detect_anomaly=detect)
-    with pytest.raises(error, match=message):
+    with pytest.raises(FloatingPointError, match=message):
         trainer.fit(make_model(data), data)
     assert torch.is_anomaly_enabled() is False
