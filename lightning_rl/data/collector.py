@@ -46,6 +46,13 @@ def profiled(profile: Profile | None, name: str, function: _Function) -> _Functi
     return function if profile is None else profile(name)(function)
 
 
+def copy_rows(ahead: PolicyOutput, count: int, output: PolicyOutput) -> None:
+    """Copy the first `count` rows of `ahead` to `output`; they only differ if a network computes across rows."""
+    for name in ("action", "environment_action", "log_prob", "value"):
+        if (x := getattr(output, name)) is not None:
+            map_leaves(lambda other, one: other[:count].copy_(one[:count]), x, getattr(ahead, name))
+
+
 class Collector:
     """Steps environments with a policy and stores the steps.
 
@@ -163,6 +170,7 @@ class Collector:
         self._finals: list[tuple[int, int, Nested | None]] = []
         self._seconds = {"env": 0.0, "policy": 0.0} | ({} if self._has_tensors else {"transfer": 0.0})
         self._acts_ahead = False
+        self._ahead: tuple[int, PolicyOutput] | None = None
         # None of these functions refers to the collector: a cycle would keep the environments and their threads alive.
         self._act = profiled(profile, POLICY, act)
         self._step: Callable[..., Step] = profiled(profile, ENVIRONMENT, self.environments.step)
@@ -182,6 +190,9 @@ class Collector:
         moved = clock()
         state = {} if self.memory.state is None else {"memory": self.memory.before(t)}
         output = self._act(row, self.generator, **state)
+        if self._ahead is not None:
+            (count, ahead), self._ahead = self._ahead, None
+            copy_rows(ahead, count, output)
         acted = clock()
         self._store("actions", t, output.action)
         if output.log_prob is not None and output.value is not None:
@@ -211,8 +222,7 @@ class Collector:
         """Choose the actions of step `t` for the first `count` environments while the others take step `t - 1`.
 
         The policy acts on all `B` rows with the noise of step `t`, because a matrix product of fewer rows may round
-        differently. The other rows hold the observations of step `t - 1`. `advance` chooses the same actions again.
-        Return None if the policy raised.
+        differently. The other rows hold the observations of step `t - 1`. Return None if the policy raised.
         """
         begun = time.perf_counter()
 
@@ -223,7 +233,7 @@ class Collector:
         noise = self.generator.get_state()
         try:
             output = self._act(self._policy_row(t), self.generator)
-            return self._convert(output.environment_action)
+            actions = self._convert(output.environment_action)
         except Exception:  # `advance` calls the policy again, and raises there
             return None
         finally:
@@ -231,6 +241,8 @@ class Collector:
             taken = time.perf_counter() - begun
             self._seconds["policy"] += taken
             self._seconds["env"] -= taken  # `environments.step`, which is timed, calls this method
+        self._ahead = count, output
+        return actions
 
     def finished_episodes(self) -> list[tuple[int, int, float, int]]:
         """Return step, environment, return and length of each episode that ended in these steps, in order.

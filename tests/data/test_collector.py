@@ -305,6 +305,27 @@ def test_no_acting_ahead_if_rows_share_memory_or_noise(acts_ahead, options):
     assert acts_ahead == []
 
 
+def test_actions_taken_ahead_are_stored_even_if_the_network_mixes_rows(acts_ahead):
+    class Together(ActorCritic):
+        """The action in each environment depends on all observations."""
+
+        def act(self, observations, generator=None, deterministic=False):
+            output = super().act(observations, generator, deterministic)
+            output.action = output.action + observations.mean()
+            output.environment_action, output.log_prob = output.action, output.action.sum(-1)
+            output.value = output.log_prob + 1
+            return output
+
+    environments = make_batch("Probe/Echo-v0", 4, backend="async")
+    policy = Together(environments.single_observation_space, environments.single_action_space)
+    rollout = make_collector(environments, 6).collect(policy)
+    environments.close()
+    assert len(acts_ahead) == 5
+    assert torch.equal(rollout.observations[1:], rollout.actions)
+    assert torch.equal(rollout.log_probs, rollout.actions.sum(-1))
+    assert torch.equal(rollout.values, rollout.log_probs + 1)
+
+
 @pytest.mark.parametrize(
     ("how", "what"),
     [
