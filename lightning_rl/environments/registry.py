@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
 from traceback import walk_tb
 
@@ -12,7 +13,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from lightning_rl.environments.contract import summary
-from lightning_rl.validation import ConfigurationError, check_installed, did_you_mean, how_to_install
+from lightning_rl.validation import ConfigurationError, check_installed, how_to_install
 
 # Packages that register environments when they are imported, with the extra that installs them.
 _PLUGINS = {"ale_py": "atari", "minigrid": "minigrid", "minatar": "minatar"}
@@ -66,7 +67,7 @@ def find_spec(env_id: str) -> EnvSpec:
     if home is not None and not module:
         raise ConfigurationError(f"env_id={env_id!r} is unknown: expected {home}:{name}, which imports its package")
     imports = f"; a package that registers it is imported by package:{name}, or by --data.env.imports [package]"
-    raise unknown_id(env_id, gymnasium.registry, "" if module else imports)
+    raise unknown_id(env_id, _current_ids(gymnasium.registry), "" if module else imports)
 
 
 def parallel_module(env_id: str) -> str:
@@ -96,6 +97,16 @@ def _by_prefix(values: Mapping[str, str], name: str) -> str | None:
     return next((value for prefix, value in values.items() if name.startswith(prefix)), None)
 
 
+def _current_ids(registry: Mapping[str, EnvSpec]) -> Iterator[str]:
+    """Yield the ids without older versions of the same environment and without Gymnasium's JAX environments."""
+    newest: dict[tuple[str | None, str], int] = {}
+    for spec in registry.values():
+        newest[spec.namespace, spec.name] = max(newest.get((spec.namespace, spec.name), 0), spec.version or 0)
+    for env_id, spec in registry.items():
+        if spec.namespace not in ("phys2d", "tabular") and (spec.version or 0) == newest[spec.namespace, spec.name]:
+            yield env_id
+
+
 def is_atari(spec: EnvSpec, obs_type: str | None = None) -> bool:
     """Whether an environment is an ALE game that returns frames; `obs_type` overrides the spec's."""
     return str(spec.entry_point).startswith("ale_py") and (obs_type or spec.kwargs.get("obs_type", "rgb")) != "ram"
@@ -103,8 +114,10 @@ def is_atari(spec: EnvSpec, obs_type: str | None = None) -> bool:
 
 def unknown_id(env_id: str, known: Iterable[str], otherwise: str = "") -> ConfigurationError:
     """Return the error for an unknown id: it names the nearest known ids, or ends with `otherwise`."""
-    module, colon, _ = env_id.rpartition(":")
-    hint = did_you_mean(env_id, [module + colon + name for name in known]) or otherwise
+    by_lower = {name.lower(): name for name in known}
+    module, colon, name = env_id.rpartition(":")
+    near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.75)
+    hint = f"; did you mean {', '.join(module + colon + by_lower[one] for one in near)}?" if near else otherwise
     return ConfigurationError(f"env_id={env_id!r} is unknown: expected a registered environment id{hint}")
 
 

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import math
+import re
 import sys
 
 import gymnasium
@@ -57,13 +58,27 @@ def test_unknown_id_error_has_the_nearest_names(env_id, nearest):
         make(env_id)
 
 
-def test_unknown_id_error_without_near_names_explains_imports():
+@pytest.mark.parametrize("env_id", ["FlappyBird-v0", "parking-v0"])
+def test_unknown_id_error_without_near_names_explains_imports(env_id):
     with pytest.raises(ConfigurationError) as caught:
-        make("FlappyBird-v0")
+        make(env_id)
     assert str(caught.value) == (
-        "env_id='FlappyBird-v0' is unknown: expected a registered environment id; a package that registers it is "
-        "imported by package:FlappyBird-v0, or by --data.env.imports [package]"
+        f"env_id='{env_id}' is unknown: expected a registered environment id; a package that registers it is "
+        f"imported by package:{env_id}, or by --data.env.imports [package]"
     )
+
+
+@pytest.mark.parametrize(
+    ("env_id", "near"),
+    [
+        ("CartPole-v7", "; did you mean CartPole-v1?"),
+        ("Ant-v9", "; did you mean Ant-v5?"),
+        ("gymnasium:Zork-v0", ""),
+    ],
+)
+def test_unknown_id_error_names_neither_old_versions_nor_ids_of_which_only_the_module_is_alike(env_id, near):
+    with pytest.raises(ConfigurationError, match=rf"expected a registered environment id{re.escape(near)}$"):
+        make(env_id)
 
 
 @pytest.mark.parametrize("backend", ["sync", "async"])
