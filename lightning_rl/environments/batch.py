@@ -353,7 +353,7 @@ class EnvironmentBatch:
         if self._pool is not None:
             self._pool.tracker = self._tracker
         # Wrappers may have a state too, so that only the state of environments without wrappers is known.
-        has_state = hasattr(env, "load_state_dict") or hasattr(env, "restore")
+        has_state = self._pool is None and (hasattr(env, "load_state_dict") or hasattr(env, "recorded"))
         self._kind_of_state = self._own_kind if has_state else None
         if env is self._pool:
             self._kind_of_state = "episodes"
@@ -518,7 +518,7 @@ class EnvironmentBatch:
             return None
         own: Any = self.env
         with self._named("restore"):
-            if hasattr(own, "restore"):
+            if hasattr(own, "recorded"):
                 exact, self.observations, infos = own.restore(environments)
             else:
                 self.reset()

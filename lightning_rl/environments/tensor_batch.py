@@ -35,6 +35,8 @@ class TensorEnvironments(EnvironmentBatch):
 
     def __init__(self, env: VectorEnv[Any, Any, Any], seed: int, transform: RewardTransform | None = None) -> None:
         super().__init__(env, [seed], seed, transform=transform)
+        if env is not env.unwrapped:
+            self._kind_of_state = None
         self.seed = seed
         self._not_finite: Tensor | None = None
         self._advance = _advance

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorWrapper
 from torch import Tensor
 
 from lightning_rl import PPO
@@ -355,6 +355,22 @@ def test_state_of_environments_on_a_gpu_is_stored_on_the_cpu():
     env.state = env.state.to("meta")
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         environments.state_dict()
+
+
+class Summing(VectorWrapper):
+    """A wrapper that can save its own state, but not that of the environments."""
+
+    def state_dict(self):
+        return {"total": 0.0}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_the_state_of_a_wrapper_is_not_taken_for_that_of_its_environments():
+    environments = TensorEnvironments(Summing(Reach(2)), 0)
+    environments.reset()
+    assert environments.state_dict() is None
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP.value, AutoresetMode.DISABLED.value])

@@ -64,3 +64,27 @@ def test_environments_with_other_vector_wrappers_are_not_restored(backend):
 
 class Counting(gymnasium.vector.VectorWrapper):
     """A wrapper that may have a state."""
+
+
+class Summing(gymnasium.vector.VectorRewardWrapper):
+    """A wrapper that can save its own state, but not that of the environments."""
+
+    total = 0.0
+
+    def rewards(self, rewards):
+        self.total += float(rewards.sum())
+        return rewards
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_the_state_of_a_vector_wrapper_is_not_taken_for_that_of_its_environments(backend):
+    batch = make_batch("CartPole-v1", 2, backend=backend, env={"wrappers": [f"{__name__}.Summing"]})
+    batch.reset()
+    assert batch.state_dict() is None
+    batch.close()
