@@ -191,7 +191,7 @@ class RolloutDataModule(LightningDataModule):
         """Return the data module of a checkpoint; see `OnPolicyAlgorithm.load_from_checkpoint`.
 
         A subclass with its own constructor has the options that it stores by `save_hyperparameters`; `kwargs` are the
-        others. An option that a checkpoint cannot hold, and that is not passed, raises a `ConfigurationError`.
+        others. An option that is missing, or that a checkpoint cannot hold, raises a `ConfigurationError`.
         """
         check(hparams_file is None, "hparams_file", hparams_file, "None; pass options as keyword arguments")
         checkpoint = read_data(checkpoint_path, map_location or "cpu", weights_only, "checkpoint_path")
@@ -201,6 +201,11 @@ class RolloutDataModule(LightningDataModule):
             stored = options_of_run(cls, state.get("settings", {}), kwargs, named) | stored
         with loading(trust):
             options = constructor_options(cls, stored) | with_changes(stored, kwargs, default_groups(cls))
+            try:
+                inspect.signature(cls).bind(**options)
+            except TypeError as error:
+                message = f"{cls.__name__}.load_from_checkpoint: {error}; pass it as a keyword argument"
+                raise ConfigurationError(message) from None
             data = cls(**options)
         if state:
             data.load_state_dict(state)
@@ -325,6 +330,8 @@ class RolloutDataModule(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the environments at the next rollout; a seed that was passed to the constructor is kept."""
+        expected = f"a checkpoint with the state of RolloutDataModule: call super() in {type(self).__name__}.state_dict"
+        check("seed" in state_dict, "ckpt_path", [*state_dict], expected)
         if not self._seed_given:
             self.seed = state_dict["seed"]
         if self.trainer is None or self.trainer.state.fn == "fit":  # evaluation must not change a later training

@@ -521,6 +521,7 @@ def test_loading_a_data_module_names_the_options_that_a_checkpoint_cannot_hold(i
 
 def test_loading_a_subclass_says_which_options_it_lacks(in_tmp_path):
     save(Named("CartPole"))
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'name'"):
+    expected = "Named.load_from_checkpoint: missing a required argument: 'name'; pass it as a keyword argument"
+    with pytest.raises(ConfigurationError, match=re.escape(expected)):
         Named.load_from_checkpoint("run.ckpt")
     assert Named.load_from_checkpoint("run.ckpt", name="CartPole").rollout_length == 4

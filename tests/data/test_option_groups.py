@@ -105,6 +105,19 @@ def test_training_wrappers_are_not_used_in_evaluation():
     assert spec.wrappers == limits and spec.for_evaluation().wrappers == limits[:1]
 
 
+class WithoutState(RolloutDataModule):
+    def state_dict(self):
+        return {"own": 1}
+
+
+def test_state_of_a_data_module_without_its_base_is_named_on_resume(tmp_path):
+    data, trainer = WithoutState("CartPole-v1", num_envs=2, rollout_length=8), make_trainer()
+    trainer.fit(model := make_model(data), data)
+    trainer.save_checkpoint(path := tmp_path / "run.ckpt")
+    with pytest.raises(ConfigurationError, match=r"call super\(\) in WithoutState\.state_dict"):
+        make_trainer(max_epochs=2).fit(model, data, ckpt_path=path)
+
+
 def test_changed_options_of_a_resumed_run_are_logged_by_full_name(caplog):
     before = RolloutDataModule("CartPole-v1", env={"reward_scale": 2.0}).state_dict()
     assert all(isinstance(name, str) for name in before["settings"])
