@@ -149,6 +149,7 @@ class EnvStepValidation(Callback):
         check_positive_int("every_n_env_steps", every_n_env_steps)
         self.every_n_env_steps = every_n_env_steps
         self._last = 0
+        self._replaced: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -157,7 +158,14 @@ class EnvStepValidation(Callback):
             by_number = hasattr(trainer, "val_check_interval")
             check(by_number, "val_check_interval", "a time", "a number with EnvStepValidation, which replaces it")
             # With 1.0, Lightning's callbacks would wait for the end of an epoch instead of a validation.
-            trainer.val_check_interval = 0.5
+            self._replaced, trainer.val_check_interval = trainer.val_check_interval, 0.5
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._replaced is not None:
+            trainer.val_check_interval, self._replaced = self._replaced, None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = env_steps_of(pl_module) // self.every_n_env_steps
@@ -223,6 +231,11 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self._due = False
         self._validated_at: int | None = None
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and not env_steps_of(pl_module):  # an earlier run may have left a checkpoint due
+            self._due, self._validated_at = False, None
+
     @property
     def state_key(self) -> str:
         # No folder, which may be moved before the run resumes.
@@ -240,8 +253,6 @@ class EnvStepCheckpoint(ModelCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._last = env_steps_of(pl_module) // self.every_n_env_steps
-        if not env_steps_of(pl_module):  # an earlier run may have left a checkpoint due
-            self._due, self._validated_at = False, None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int

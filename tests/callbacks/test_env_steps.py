@@ -169,6 +169,23 @@ def test_validation_by_steps_counts_on_after_a_restart_within_an_epoch(tmp_path)
     assert clock.validations == [128, 192, 224]
 
 
+def test_validation_by_steps_leaves_the_trainer_as_it_was():
+    trainer, _, _ = fit(EnvStepValidation(32), EnvStepLimit(64))
+    assert trainer.val_check_interval == 1.0
+
+
+def test_validation_by_steps_leaves_the_trainer_as_it_was_after_an_exception():
+    class Interrupt(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise ArithmeticError
+
+    data = make_data()
+    trainer = make_trainer(callbacks=[EnvStepValidation(32), Interrupt()], limit_val_batches=1)
+    with pytest.raises(ArithmeticError):
+        trainer.fit(make_model(data), data)
+    assert trainer.val_check_interval == 1.0
+
+
 def test_validation_by_steps_refuses_a_second_interval():
     with pytest.raises(ConfigurationError, match=r"check_val_every_n_epoch=3 is not valid: expected 1 or None"):
         fit(EnvStepValidation(32), max_epochs=1, check_val_every_n_epoch=3)
