@@ -183,7 +183,9 @@ class UseLimitedBuffer(Replay):
         return self.gather(filled[torch.randperm(len(filled), generator=generator)[:num_rows]])
 
     def gather(self, places: Tensor) -> Fields:
-        """Return copies of the rows in different places that have a row, `[N]`, and count uses."""
+        """Return copies of the rows in different places, `[N]`, and count uses; other places raise a `ValueError`."""
+        if (self._uses[places] < 0).any() or len(set(places.tolist())) < len(places):
+            raise ValueError(f"expected different places that have a row, got {places.tolist()}")
         rows: Fields = map_leaves(itemgetter(places), self._fields)
         self._uses[places] += 1
         self._remove_used()
@@ -253,10 +255,12 @@ class RolloutMemory(Replay):
     ) -> None:
         """Copy fields `[T, B, ...]` of one rollout into the memory; the other arguments are attributes of `Rollout`.
 
-        Earlier rollouts of another layout are removed.
+        Earlier rollouts of another layout are removed; a full memory raises a `ValueError`.
         """
         length, num_envs = first_leaf(fields).shape[:2]
         self.begin_layout(Layout.of((length, num_envs), states, burn_in))
+        if self.is_full:
+            raise ValueError(f"the memory holds {len(self)} rollouts already, expected fewer than {self.capacity}")
         given = {"fields": fields, "valid": valid, "starts": starts, "states": states}
         self._kept.append(map_leaves(copy_to_memory, {name: x for name, x in given.items() if x is not None}))
 

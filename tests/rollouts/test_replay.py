@@ -119,6 +119,8 @@ def test_the_memory_is_bounded_and_of_one_layout(caplog):
     assert (len(memory), memory.is_full) == (3, False)
     memory.append(rollout(3))
     assert memory.is_full
+    with pytest.raises(ValueError, match="holds 4 rollouts already"):
+        memory.append(rollout(4))
     no_starts, states = torch.zeros(LENGTH, NUM_ENVS, dtype=torch.bool), torch.zeros(1, NUM_ENVS, 4)
     memory.append(rollout(3), None, no_starts, states)
     assert len(memory) == 1
@@ -282,6 +284,14 @@ def test_rollback_restores_a_buffer():
     buffer.append(rows([6]))
     buffer.commit()
     assert held(buffer) == [6, 2, 3, 4, 5]
+
+
+def test_gathered_places_must_be_filled_and_different():
+    buffer = UseLimitedBuffer(4, max_use=1)
+    for places in ([0], [0, 0]):
+        with pytest.raises(ValueError, match="different places that have a row"):
+            buffer.gather(torch.tensor(places))
+        buffer.append(rows([7]))
 
 
 def test_buffer_keeps_dtypes_and_reports_its_size():
