@@ -253,7 +253,7 @@ def _is_free(handler: object) -> bool:
 
 
 def _is_over(trainer: Trainer) -> bool:
-    """Whether the run ends with this rollout anyway; a resumed run would not know that, and train longer."""
+    # Whether the run ends with this rollout anyway: a resumed run would not know that, and train longer.
     progress: Any = trainer.fit_loop.epoch_progress.current  # until `min_epochs`, the Trainer ignores `should_stop`
     has_minimum = progress.processed >= (trainer.min_epochs or 0) and trainer.global_step >= (trainer.min_steps or 0)
     return trainer.should_stop and has_minimum

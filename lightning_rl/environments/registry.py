@@ -97,8 +97,8 @@ def _by_prefix(values: Mapping[str, str], name: str) -> str | None:
     return next((value for prefix, value in values.items() if name.startswith(prefix)), None)
 
 
+# Without older versions of the same environment, and without Gymnasium's JAX environments.
 def _current_ids(registry: Mapping[str, EnvSpec]) -> Iterator[str]:
-    """Yield the ids without older versions of the same environment and without Gymnasium's JAX environments."""
     newest: dict[tuple[str | None, str], int] = {}
     for spec in registry.values():
         newest[spec.namespace, spec.name] = max(newest.get((spec.namespace, spec.name), 0), spec.version or 0)
