@@ -303,8 +303,7 @@ class EnvironmentBatch:
     * with `NEXT_STEP` (and EnvPool) the final observation; the next step resets and is not `valid`;
     * with `DISABLED` the final observation; `EnvironmentBatch` then resets the environment.
 
-    Values of vectorized environments are checked in the first step, observations whose dtype is not the dtype of their
-    space in every step.
+    Values of vectorized environments are checked in the first step; observations with another dtype in every step.
 
     Attributes:
         can_step_ahead: Whether half of the environments can step while the policy acts on the other half.
@@ -319,6 +318,7 @@ class EnvironmentBatch:
         read_repeats: Returns simulation steps and action repeats, see `action_repeat.read_repeats`; None: no repeats.
         transform: Scales and clips the rewards, `[B]`.
         evaluation: Whether these are evaluation environments.
+        is_wrapped: Whether `env` has wrappers of the user, whose state is unknown; episodes then begin anew on resume.
     """
 
     _own_kind = "arrays"
@@ -332,6 +332,7 @@ class EnvironmentBatch:
         read_repeats: Callable[[dict[str, Any], Array], tuple[int, Array | None]] | None = None,
         transform: RewardTransform | None = None,
         evaluation: bool = False,
+        is_wrapped: bool = False,
     ) -> None:
         self.env = env
         self.observations: Nested = None
@@ -352,11 +353,11 @@ class EnvironmentBatch:
         self._pool: Any = env.unwrapped if isinstance(env.unwrapped, EnvironmentPool) else None
         if self._pool is not None:
             self._pool.tracker = self._tracker
-        # Wrappers may have a state too, so that only the state of environments without wrappers is known.
-        has_state = self._pool is None and (hasattr(env, "load_state_dict") or hasattr(env, "recorded"))
-        self._kind_of_state = self._own_kind if has_state else None
-        if env is self._pool:
-            self._kind_of_state = "episodes"
+        self._kind_of_state = None if self._pool is None else "episodes"
+        if self._pool is None and (hasattr(env, "load_state_dict") or hasattr(env, "recorded")):
+            self._kind_of_state = self._own_kind
+        if is_wrapped:
+            self._kind_of_state = None
         # The policy acts on the observations of the workers, before any wrapper or history changes them.
         are_own = env is self._pool and not histories
         self.can_step_ahead = are_own and self._pool.steps_ahead

@@ -94,7 +94,7 @@ def _make(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> Environment
     atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
     if spec.filmed:
         prepare_rendering()
-    _, vector_wrappers = _split_wrappers(spec)
+    _, wrappers = _split_wrappers(spec)
     factories = [functools.partial(make_single, spec, gym_spec, index) for index in range(num_envs)]
     env: VectorEnv[Any, Any, Any]
     if spec.backend == "sync":
@@ -105,27 +105,33 @@ def _make(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> Environment
             env = WorkerPool(factories, timeout, spec.env.on_failure == "restart")
         except WorkerFailure as error:
             raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
-    return _batch(spec, _wrapped(env, vector_wrappers), seeds, seeds, atari)
+    return _batch(spec, _wrapped(env, wrappers), bool(wrappers), seeds, seeds, atari)
 
 
 def _make_vectorized(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> EnvironmentBatch:
     make = make_envpool if spec.backend == "envpool" else make_native
     env, atari, reset_seed = make(spec, num_envs, seeds)
-    env = _wrapped(env, _split_wrappers(spec)[1])
+    _, wrappers = _split_wrappers(spec)
+    env = _wrapped(env, wrappers)
     if spec.backend == "torch":
         if not spec.evaluation:
             spec.check_tensors()
-            return TensorEnvironments(env, seeds[0], spec.reward_transform)
+            return TensorEnvironments(env, seeds[0], spec.reward_transform, bool(wrappers))
         env = AsArrays(env)
-    return _batch(spec, env, seeds, reset_seed, atari)
+    return _batch(spec, env, bool(wrappers), seeds, reset_seed, atari)
 
 
 def _batch(
-    spec: EnvironmentSpec, env: Any, seeds: list[int], reset_seed: Seed, atari: AtariPreprocessing | None
+    spec: EnvironmentSpec,
+    env: Any,
+    is_wrapped: bool,
+    seeds: list[int],
+    reset_seed: Seed,
+    atari: AtariPreprocessing | None,
 ) -> EnvironmentBatch:
     histories, read_repeats = spec.histories(env, _clips(atari)), _repeat_reader(spec, atari)
     transform = None if spec.evaluation else spec.reward_transform
-    return EnvironmentBatch(env, seeds, reset_seed, histories, read_repeats, transform, spec.evaluation)
+    return EnvironmentBatch(env, seeds, reset_seed, histories, read_repeats, transform, spec.evaluation, is_wrapped)
 
 
 def make_native(

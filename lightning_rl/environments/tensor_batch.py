@@ -29,14 +29,19 @@ class TensorEnvironments(EnvironmentBatch):
             `info["final_obs"]`, if present, has the observations `[B, ...]` before resets.
         seed: Seed of its random generator.
         transform: Scales and clips the rewards, `[B]`.
+        is_wrapped: As in `EnvironmentBatch`.
     """
 
     _own_kind = "tensors"
 
-    def __init__(self, env: VectorEnv[Any, Any, Any], seed: int, transform: RewardTransform | None = None) -> None:
-        super().__init__(env, [seed], seed, transform=transform)
-        if env is not env.unwrapped:
-            self._kind_of_state = None
+    def __init__(
+        self,
+        env: VectorEnv[Any, Any, Any],
+        seed: int,
+        transform: RewardTransform | None = None,
+        is_wrapped: bool = False,
+    ) -> None:
+        super().__init__(env, [seed], seed, transform=transform, is_wrapped=is_wrapped)
         self.seed = seed
         self._not_finite: Tensor | None = None
         self._advance = _advance

@@ -368,9 +368,15 @@ class Summing(VectorWrapper):
 
 
 def test_the_state_of_a_wrapper_is_not_taken_for_that_of_its_environments():
-    environments = TensorEnvironments(Summing(Reach(2)), 0)
+    environments = TensorEnvironments(Summing(Reach(2)), 0, is_wrapped=True)
     environments.reset()
     assert environments.state_dict() is None
+
+
+def test_a_vector_entry_point_may_return_a_wrapper_that_saves_the_whole_state():
+    environments = TensorEnvironments(Summing(Reach(2)), 0)
+    environments.reset()
+    assert environments.state_dict() is not None
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP.value, AutoresetMode.DISABLED.value])

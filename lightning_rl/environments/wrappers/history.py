@@ -21,8 +21,7 @@ from lightning_rl.validation import ConfigurationError, check
 class History:
     """A part of observations that depends on the episode so far, for the environments of an `EnvironmentBatch`.
 
-    The final observation of an episode has the history of this episode, and the first observation of the next episode a
-    new history.
+    The final observation of an episode has its history; the first observation of the next one has a new history.
 
     Attributes:
         space: Space of one observation with the history.

@@ -82,7 +82,7 @@ class Summing(gymnasium.vector.VectorRewardWrapper):
         self.total = state["total"]
 
 
-@pytest.mark.parametrize("backend", ["sync", "async"])
+@pytest.mark.parametrize("backend", ["sync", "async", "native"])
 def test_the_state_of_a_vector_wrapper_is_not_taken_for_that_of_its_environments(backend):
     batch = make_batch("CartPole-v1", 2, backend=backend, env={"wrappers": [f"{__name__}.Summing"]})
     batch.reset()
