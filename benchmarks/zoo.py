@@ -101,10 +101,10 @@ Experiments that are not scores of shipped configurations:
 
 * [CLEAR](algorithms/clear.md#what-it-keeps): after a second and a third task, {clears} of the score on the first task
   remains, with IMPALA {impalas} (three seeds; [result](../benchmarks/results/retention/mappings.json))
-* [Behavior cloning, then PPO](algorithms/criticpretraining.md): the worst score of the first updates is {fresh} of the
-  cloned policy's score with an untrained critic, and {warmed} with a pretrained one (a number per seed;
-  [result](../benchmarks/results/warm_up/mountain_car.json))
-* [Learned action repeat](environments.md#wrapper-options): {several} decisions to the goal on
+* [Behavior cloning, then PPO](algorithms/criticpretraining.md) on MountainCar: the return of the cloned policy divided
+  by the worst return of the first updates (both negative) is {fresh} with an untrained critic, and
+  {warmed} with a pretrained one (a number per seed; [result](../benchmarks/results/warm_up/mountain_car.json))
+* [Learned action repeat](environments.md#learned-action-repeat): {several} decisions to a return of -120 on
   MountainCar instead of {each} (mean of three seeds; [result](../benchmarks/results/repeats/mountain_car.json))
 """
 
