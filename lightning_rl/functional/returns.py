@@ -175,7 +175,7 @@ def vtrace(
         discounts: As in `gae`.
         traces: As in `gae`.
         clip_rho: Maximum importance ratio in temporal differences; it determines the policy whose values are the fixed
-            point. None disables this bound, also of the next two.
+            point. None sets no maximum, as in the next two arguments.
         clip_c: Maximum importance ratio in traces; it affects the speed of convergence, not the fixed point.
         clip_pg_rho: Maximum importance ratio in advantages.
         leak: Weight of the unclipped importance ratio: 0 is V-trace, 1 disables all clipping.

@@ -53,7 +53,7 @@ class Rollout(_Fields):
         observations: Observations that the policy acted on, `[T + 1, B, ...]`; the next rollout begins with the last
             row. A dict or tuple of tensors for `Dict` and `Tuple` spaces. Integers, and so images, keep their dtype.
         actions: Actions, `[T, B, ...]`, nested as the action space, before they are squashed or clipped to its bounds.
-        rewards: Raw rewards, `[T, B]`.
+        rewards: Rewards of the training environments, before `normalization.rewards`, `[T, B]`.
         terminated: Whether the step ended the episode in a terminal state, `[T, B]`.
         truncated: Whether the step ended the episode by truncation, as at a time limit, `[T, B]`.
         valid: False where an environment was only reset, failed and was replaced, or waited for other agents, `[T, B]`;
