@@ -268,7 +268,7 @@ class OnPolicyAlgorithm(LightningModule):
                 self.on_pass_end(batch, "update" if num_epochs is None else name)
 
     def one_pass(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
-        """Yield the minibatches of one pass; `weight` divides by the rows of all ranks in the k-th one."""
+        """Yield the minibatches of one pass; the `weight` of the k-th is 1 over the number of its rows on all ranks."""
         order = self.minibatch_order(batch.num_items)
         may_lack_rows = batch.sequences is not None or len(order) < num_minibatches
         minibatches = self.estimator.minibatches(batch, order, num_minibatches, self.steps.engine.normalizes_in_loss)
