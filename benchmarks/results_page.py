@@ -39,8 +39,8 @@ INTRODUCTION = f"""# Results
 
 0 is the score of random actions and 1 the published score. Points are means over seeds, and lines 95 % bootstrap
 intervals of the mean. The row at the top is the interquartile mean (IQM) over all seeds and tasks of the figure,
-with a stratified bootstrap interval. The figure leaves out rows with fewer than three seeds, rows with "more steps", and rows
-whose published score is not above random actions.
+with a stratified bootstrap interval. The figure leaves out rows with fewer than three seeds, rows with "more steps",
+and rows whose published score is not above random actions.
 
 Each row of the table compares scores of the same kind. A published maximum over training is compared with the best
 evaluation of each run, or with its best logged training returns if the maximum is one of training returns. Published
