@@ -77,6 +77,6 @@ def panel(name: str, runs: list[dict[str, Any]], goal: float | None) -> plots.Pa
 if __name__ == "__main__":
     draw()
     compare(COMPARED, "cartpole", "PPO", "A2C")
-    compare(STARPILOT, "procgen_starpilot_cpu", "PPG", "PPO")
+    compare(STARPILOT, "procgen_starpilot_5m", "PPG", "PPO")
     three_tasks()
     results_page.draw(load_scores())
