@@ -31,11 +31,15 @@ _RATE_SECONDS = 60.0
 
 
 def claim(folder: Path, config: Path, overrides: list[str]) -> None:
-    """Prepare the folder of a run; delete an earlier run in it that had other inputs."""
+    """Prepare the folder of a run; delete an earlier run in it that had other inputs, but no files of anything else."""
     settings = json.dumps([yaml.safe_load(config.read_text()), overrides], sort_keys=True)
     identity = {"computation": digest(), "settings": hashlib.sha256(settings.encode()).hexdigest()} | versions()
     path = folder / "identity.json"
-    if read_json(path) != identity:
+    found = read_json(path)
+    # The queue may add to the history before the run claims its folder.
+    if found is None and {other.name for other in folder.glob("[!.]*")} - {"history.jsonl"}:
+        raise ValueError(f"folder={str(folder)!r}: expected a new or an empty folder, or the folder of an earlier run")
+    if found != identity:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         replace_json(path, identity)

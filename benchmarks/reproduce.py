@@ -112,7 +112,7 @@ def reproduce(
 
     Raises:
         ValueError: The configuration uses more than one process, each of which would see only some of the episodes; or
-            `folder` is given for a configuration that starts from other runs.
+            `folder` is given for a configuration that starts from other runs, or holds other files.
     """
     provenance = source()  # of the imported code; the files may change during training
     result: dict[str, Any] = {"algorithm": config.parent.name, "configuration": config.stem, "seed": seed}

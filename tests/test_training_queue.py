@@ -217,6 +217,19 @@ def test_a_run_begins_again_when_its_numbers_would_change(tmp_path, monkeypatch)
     assert keeps()
 
 
+def test_a_folder_with_other_files_is_refused_and_keeps_them(tmp_path, monkeypatch):
+    config = tmp_path / "tiny.yaml"
+    config.write_text("max_env_steps: 1000\n")
+    monkeypatch.setattr(kept_run, "digest", lambda: "code")
+    with pytest.raises(ValueError, match="expected a new or an empty folder"):
+        kept_run.claim(tmp_path, config, [])
+    assert config.is_file()
+    paused = tmp_path / "paused"  # the queue paused the run before it began
+    paused.mkdir()
+    run_files.append_event(paused, "pause")
+    kept_run.claim(paused, config, [])
+
+
 def test_all_workers_stop_and_continue_within_a_second(in_folder, capsys):
     plan(in_folder, seeds=2, max_env_steps=10_000_000)
     ask(in_folder, "--pause")  # before there is a queue
