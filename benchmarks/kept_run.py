@@ -30,15 +30,18 @@ _PROGRESS_SECONDS = 2.0
 _RATE_SECONDS = 60.0
 
 
-def claim(folder: Path, config: Path, overrides: list[str]) -> None:
+def claim(folder: Path, config: Path, overrides: list[str], seed: int = 0) -> None:
     """Prepare the folder of a run; delete an earlier run in it that had other inputs, but no files of anything else."""
     settings = json.dumps([yaml.safe_load(config.read_text()), overrides], sort_keys=True)
     identity = {"computation": digest(), "settings": hashlib.sha256(settings.encode()).hexdigest()} | versions()
+    identity["seed"] = seed
     path = folder / "identity.json"
     found = read_json(path)
     # The queue may add to the history before the run claims its folder.
     if found is None and {other.name for other in folder.glob("[!.]*")} - {"history.jsonl"}:
         raise ValueError(f"folder={str(folder)!r}: expected a new or an empty folder, or the folder of an earlier run")
+    if found is not None and (other := found.setdefault("seed", seed)) != seed:  # earlier folders have no seed
+        raise ValueError(f"folder={str(folder)!r} has the run of seed {other}: expected another one for seed {seed}")
     if found != identity:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)

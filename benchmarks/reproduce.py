@@ -112,7 +112,7 @@ def reproduce(
 
     Raises:
         ValueError: The configuration uses more than one process, each of which would see only some of the episodes; or
-            `folder` is given for a configuration that starts from other runs, or holds other files.
+            `folder` is given for a configuration that starts from other runs, or holds other files or another seed.
     """
     provenance = source()  # of the imported code; the files may change during training
     result: dict[str, Any] = {"algorithm": config.parent.name, "configuration": config.stem, "seed": seed}
@@ -123,7 +123,7 @@ def reproduce(
     with place as scratch, made_before(recipe, scratch, result):
         logger, more = {"save_dir": scratch, "name": "log", "version": "run"}, []
         if folder is not None:
-            kept_run.claim(Path(scratch), config, overrides)
+            kept_run.claim(Path(scratch), config, overrides, seed)
             logger["version"], more = kept_run.new_log(Path(scratch)), kept_run.arguments(Path(scratch))
         limit = [] if minutes is None else ["--trainer.max_time", f"00:{minutes // 60:02}:{minutes % 60:02}:00"]
         with timed("training", result):

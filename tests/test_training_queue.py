@@ -217,6 +217,23 @@ def test_a_run_begins_again_when_its_numbers_would_change(tmp_path, monkeypatch)
     assert keeps()
 
 
+def test_a_folder_with_the_run_of_another_seed_is_refused(tmp_path, monkeypatch):
+    config, folder = tmp_path / "tiny.yaml", tmp_path / "run"
+    config.write_text("max_env_steps: 1000\n")
+    monkeypatch.setattr(kept_run, "digest", lambda: "code")
+    kept_run.claim(folder, config, [], seed=1)
+    (folder / "last.ckpt").touch()
+    with pytest.raises(ValueError, match="has the run of seed 1: expected another one for seed 2"):
+        kept_run.claim(folder, config, [], seed=2)
+    kept_run.claim(folder, config, [], seed=1)
+    assert (folder / "last.ckpt").is_file()
+    identity = run_files.read_json(folder / "identity.json")
+    del identity["seed"]  # of an earlier version
+    run_files.replace_json(folder / "identity.json", identity)
+    kept_run.claim(folder, config, [], seed=1)
+    assert (folder / "last.ckpt").is_file()
+
+
 def test_a_folder_with_other_files_is_refused_and_keeps_them(tmp_path, monkeypatch):
     config = tmp_path / "tiny.yaml"
     config.write_text("max_env_steps: 1000\n")
