@@ -159,7 +159,7 @@ def reproduce(
     }
     result |= {"source": provenance, "versions": versions(), "hardware": hardware()}
     result |= {"overrides": overrides, "settings": settings}
-    stopped = "stopped_" if cli.model.env_steps < settings["max_env_steps"] else ""
+    stopped = "stopped_" if cli.model.env_steps < (settings["max_env_steps"] or 0) else ""
     path = out / config.parent.name / config.stem / f"{stopped}seed{seed}.json"
     write_json(path, result)
     return path

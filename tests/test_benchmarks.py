@@ -134,6 +134,15 @@ def test_reproduce_ends_after_the_minutes_that_it_is_given_and_says_so(tmp_path,
     assert table.load_scores(tmp_path, stopped=True) == {"ppo/cartpole": [result]}
 
 
+@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
+def test_reproduce_keeps_the_result_of_a_run_that_epochs_limit(tmp_path):
+    short = ["--max_env_steps=null", "--trainer.max_epochs=1", "--data.rollouts_per_epoch=1"]
+    config = ROOT / "configs/ppo/cartpole.yaml"
+    path = reproduce.reproduce(config, 3, tmp_path, [*short, "--data.evaluation.episodes=1"], episodes=2)
+    assert path == tmp_path / "ppo/cartpole/seed3.json"
+    assert json.loads(path.read_text())["env_steps"] == 256
+
+
 def test_reproduce_makes_first_what_a_configuration_begins_with(tmp_path, monkeypatch):
     pytest.importorskip("minari")
     cloning, pretraining = "behaviour_cloning/cartpole", "critic_pretraining/cartpole"
