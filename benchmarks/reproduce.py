@@ -12,8 +12,8 @@ uninterrupted run. Its result has the commit of each start and all interruptions
 (`training_queue.py`) uses this option.
 `--minutes` ends training early, for configurations that take days. The result is then `stopped_seed<n>.json`: the score
 and speed up to this time, not the score of the configuration.
-Other arguments are passed on to `lightning-rl fit`, for experiments. They require `--out`, because the result is then
-not a result of the shipped configuration.
+Other arguments are passed on to `lightning-rl fit`, for experiments. They and your own configurations require `--out`,
+because the result is then not a result of the shipped configuration.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import kept_run
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from recipes import RECIPES, Recipe
-from record import RESULTS, hardware, source, versions, write_json
+from record import RESULTS, ROOT, hardware, source, versions, write_json
 from run_files import history, interruptions
 
 from lightning_rl.cli.main import OnPolicyCLI, main
@@ -115,8 +115,9 @@ def reproduce(
             `folder` is given for a configuration that starts from other runs, or holds other files or another seed.
     """
     provenance = source()  # of the imported code; the files may change during training
+    config = config.resolve()
     result: dict[str, Any] = {"algorithm": config.parent.name, "configuration": config.stem, "seed": seed}
-    config, recipe = config.resolve(), RECIPES.get(f"{config.parent.name}/{config.stem}", Recipe())
+    recipe = RECIPES.get(f"{config.parent.name}/{config.stem}", Recipe())
     if folder is not None and recipe.before:
         raise ValueError(f"folder={str(folder)!r}: expected None for {config.stem}, which starts from other runs")
     place = tempfile.TemporaryDirectory() if folder is None else nullcontext(str(folder.resolve()))
@@ -218,6 +219,8 @@ def parse(args: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     known, overrides = parser.parse_known_args(args)
     if not known.config.is_file():
         parser.error(f"config={str(known.config)!r}: expected a file")
+    if known.config.resolve().parent.parent != ROOT / "configs" and known.out is None:
+        parser.error(f"config={str(known.config)!r} is not a shipped one: expected --out with another folder")
     if (overrides or known.episodes != EPISODES) and known.out is None:
         parser.error(f"{overrides or '--episodes'} change the shipped benchmark: expected --out with another folder")
     return known, overrides

@@ -180,6 +180,18 @@ def test_reproduce_refuses_to_put_a_changed_configuration_among_the_results():
     assert "--out" in done.stderr and "max_env_steps" in done.stderr
 
 
+def test_reproduce_refuses_to_put_another_configuration_among_the_results(tmp_path, monkeypatch, capsys):
+    shipped, own = ROOT / "configs/ppo/cartpole.yaml", tmp_path / "ppo" / "cartpole.yaml"
+    own.parent.mkdir()
+    own.write_text(shipped.read_text().replace("100_000", "1_000"))
+    with pytest.raises(SystemExit):
+        reproduce.parse([str(own), "--seed", "0"])
+    assert "is not a shipped one: expected --out with another folder" in capsys.readouterr().err
+    assert reproduce.parse([str(own), "--seed", "0", "--out", str(tmp_path)])[0].out == tmp_path
+    monkeypatch.chdir(shipped.parent)
+    assert reproduce.parse(["cartpole.yaml", "--seed", "0"])[0].out is None
+
+
 @pytest.mark.parametrize("backend", ["sync", "native"])
 def test_throughput_prints_one_line_of_json_with_the_keys_of_every_driver(backend):
     result = last_line(run("throughput.py", "W1", "--steps", 4096, "--backend", backend))
