@@ -154,11 +154,12 @@ def _card(hub: ModuleType, facts: dict[str, Any], score: Score, repo_id: str, ha
         eval_results=[result],
     )
     actions = "the mode of the policy" if score.deterministic else "samples of the policy"
-    resume = f"lightning-rl test --config {CONFIG} --ckpt_path {CHECKPOINT}"
+    folder = repo_id.rpartition("/")[2]
     shell = ""
     if has_config:
         shell = (
-            f"\n```bash\nlightning-rl pull {repo_id} --folder .\n{resume}\n```\n\n"
+            f"\n```bash\nlightning-rl pull {repo_id} --folder {folder}\n"
+            f"lightning-rl test --config {folder}/{CONFIG} --ckpt_path {folder}/{CHECKPOINT}\n```\n\n"
             f"`--config` trusts `{CONFIG}`: all classes in it are imported and constructed, so read it first.\n"
         )
     return f"""---

@@ -182,7 +182,9 @@ def test_hub_folder_has_checkpoint_configuration_score_and_card(run, checkpoint,
     (result,) = card.data.eval_results
     assert (result.dataset_name, result.metric_value) == ("CartPole-v1", "123.46 +/- 7.00")
     assert "standard deviation of 4 episodes, the mode of the policy" in card.text and "123.46 ± 7.00" in card.text
-    assert "lightning-rl pull me/cart" in card.text
+    # In the current folder, the files would replace a README.md and config.yaml of another project.
+    assert "lightning-rl pull me/cart --folder cart\n" in card.text
+    assert "lightning-rl test --config cart/config.yaml --ckpt_path cart/model.ckpt\n" in card.text
     assert 'have imported or trust: `load_algorithm(path, trust=["my_package"])`' in card.text
     assert (
         "`--config` trusts `config.yaml`: all classes in it are imported and constructed, so read it first" in card.text
