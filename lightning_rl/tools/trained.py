@@ -24,6 +24,7 @@ from lightning_rl.data.recorded_episodes import RecordedEpisodes
 from lightning_rl.environments.contract import TESTING
 from lightning_rl.files import check_intact, read_yaml, relative
 from lightning_rl.nested import Nested, map_leaves
+from lightning_rl.spaces import space_to_dict
 from lightning_rl.tools.export import (
     FOLDER_PATTERN,
     PROGRAMS,
@@ -169,8 +170,15 @@ def load_trained(
     path, packages = find_trained(ckpt_path, config), as_list(trust)
     content = None if config is None else read_yaml(config_file(config), "config")
     named = {text.rpartition(".")[0] for text in _strings(content) if _DOTTED.fullmatch(text)}
-    model = load_algorithm(path, field="ckpt_path", trust=[*packages, *named])
-    return path, model, load_data(path, config, packages)
+    model, data = load_algorithm(path, field="ckpt_path", trust=[*packages, *named]), load_data(path, config, packages)
+    for name in ("observation_space", "action_space"):
+        given, expected = getattr(data, name), getattr(model, name)
+        if space_to_dict(given) != space_to_dict(expected):
+            raise ConfigurationError(
+                f"{name}={given} of {data.spec.env_id} does not fit the checkpoint: expected {expected}, the space it "
+                "was trained with"
+            )
+    return path, model, data
 
 
 def _strings(content: Any) -> Iterator[str]:  # YAML

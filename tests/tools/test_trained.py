@@ -278,6 +278,17 @@ def test_command_errors_are_one_line(capsys, monkeypatch, in_tmp_path):
         assert "there is no last checkpoint under runs/ppo/CartPole-v1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["export", "push"])
+def test_configuration_of_another_environment_is_refused(command, checkpoint, monkeypatch, capsys, in_tmp_path):
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
+    arguments = ["push", "me/cart"] if command == "push" else ["export", "--format=torch_export"]
+    with pytest.raises(SystemExit):
+        main([*arguments, f"--ckpt_path={checkpoint}", "--config=ppo/acrobot"])
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("lightning-rl: error: observation_space=Box(")
+    assert " of Acrobot-v1 does not fit the checkpoint: expected Box(" in error
+
+
 def test_export_folder_is_checked_before_playing_episodes(capsys, monkeypatch, in_tmp_path):
     data = make_data()
     trainer = make_trainer(max_epochs=1)
