@@ -290,8 +290,9 @@ def _panels(experiments: dict[str, list[Log]], metric: str) -> list[Panel]:
                 check(is_new, "runs", f"{label}=...", "another name, since other runs have this one by default")
                 curves.append(Curve(label, found))
     if not panels:
-        known = sorted({key for logs in experiments.values() for log in logs for key in log.scalars})
-        raise ConfigurationError(f"metric={metric!r} is in no log: expected one of {', '.join(known)}")
+        known = ", ".join(sorted({key for logs in experiments.values() for log in logs for key in log.scalars}))
+        expected = f"one of {known}" if known else "runs that have logged values; all of these logs are empty"
+        raise ConfigurationError(f"metric={metric!r} is in no log: expected {expected}")
     return [Panel(environment, curves, _axis_label(metric)) for environment, curves in panels.items()]
 
 

@@ -361,6 +361,14 @@ def test_plot_command_reports_bad_input_in_one_line(in_tmp_path, monkeypatch, ca
     assert capsys.readouterr().err.startswith(f"lightning-rl: error: {message}")
 
 
+def test_plot_command_says_that_logs_are_empty(in_tmp_path, monkeypatch, capsys):
+    write_run(Path("run"), [])  # stopped before its first log
+    with pytest.raises(SystemExit):
+        plot(monkeypatch, "run")
+    expected = "is in no log: expected runs that have logged values; all of these logs are empty"
+    assert expected in capsys.readouterr().err
+
+
 def test_long_labels_do_not_shrink_curves(in_tmp_path, monkeypatch, capsys, recwarn):
     for number in range(12):
         write_run(Path(f"runs/{number}"), [1, 2], init_from=f"runs/pretraining/CartPole-v1/{'x' * 150}_{number}.ckpt")
