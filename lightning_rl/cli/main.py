@@ -206,6 +206,8 @@ class OnPolicyCLI(LightningCLI):
         first, before = (read_yaml(starts[at], "config") or {} for at in (0, -1))
         if (kept := first.get("seed_everything")) != (seed := self._option("seed_everything")):
             say(f"Resuming with seed_everything={kept} of the run, not {seed}: its episodes and generators continue")
+            if kept is not None:  # so that a new configuration in the run folder repeats the run
+                self.config[self.config.subcommand].seed_everything = kept
         if self._option("resume_changes") == "refuse" and (changed := changes(before, self.config_dump)):
             lines = ["ckpt_path: the settings differ from the last start of the run:", *changed]
             limit = "" if (steps := self._option("max_env_steps")) is None else f" --max_env_steps {steps}"

@@ -273,6 +273,10 @@ def test_a_resumed_run_says_that_another_seed_starts_no_other_run(capsys):
     for seed, said in ((3, False), (4, True), (3, False)):
         main(["fit", *SMALL, "--max_env_steps=64", f"--seed_everything={seed}", "--ckpt_path=last"])
         assert ("Resuming with seed_everything=3 of the run, not 4" in capsys.readouterr().out) is said
+    main(["fit", *SMALL, "--max_env_steps=96", "--seed_everything=4", "--ckpt_path=last"])
+    configurations = [yaml.safe_load(path.read_text()) for path in sorted(RUN.glob("config*.yaml"))]
+    kept = [(one["max_env_steps"], one["seed_everything"]) for one in configurations]
+    assert kept == [(96, 3), (64, 3)], "the newest configuration repeats the run too"
 
 
 def test_each_start_keeps_its_configuration_and_plot_says_that_a_run_changed(capsys):
