@@ -281,7 +281,7 @@ def export_checkpoint(
         ckpt_path: The checkpoint: a file, or 'last' for the newest one or 'best' for the newest best one under runs;
             with --config, of its algorithm and environment.
         format: onnx for any runtime of ONNX (extra onnx), or torch_export for PyTorch.
-        output: The folder; by default in `policies` beside checkpoints.
+        output: The folder; by default in `policies` in the run folder, or beside a checkpoint that is not in a run.
         programs: greedy takes the mode of the policy, sampled draws from it; by default both.
         config: Configuration of the run, for its environment; by default the one in the folder of the run.
         episodes: Episodes to play for the score in the description.
@@ -291,8 +291,8 @@ def export_checkpoint(
     names: list[ProgramName] = as_list(programs) or list(PROGRAMS)
     check_options(format, names)
     path, model, data = load_trained(ckpt_path, config, trust)
-    beside = path.absolute().parent.parent / "policies"
-    folder = output or beside / f"{format}-{FOLDER_PATTERN.format(model.env_steps)}"
+    run = folder_around(path.absolute()) or path.absolute().parent
+    folder = output or run / "policies" / f"{format}-{FOLDER_PATTERN.format(model.env_steps)}"
     check_folder("output", folder, format, names)  # before episodes are played, which takes a while
     score, observations = play_episodes(model, data, episodes)
     env_id = data.spec.env_id

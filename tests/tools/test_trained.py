@@ -301,6 +301,11 @@ def test_export_folder_is_checked_before_playing_episodes(capsys, monkeypatch, i
     (in_tmp_path / "other").mkdir()
     monkeypatch.setattr("lightning_rl.tools.trained.play_episodes", None)
     capsys.readouterr()
+    default = in_tmp_path / "policies" / f"onnx-step={load_algorithm('some.ckpt').env_steps}"
+    default.mkdir(parents=True)
+    with pytest.raises(SystemExit):
+        main([*export, "--format=onnx"])
+    assert f"output='{default}' is not valid: expected a new folder" in capsys.readouterr().err
     for output, message in (
         ("other", "output='other' is not valid: expected a new folder, or one of an earlier export"),
         (
