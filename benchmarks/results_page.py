@@ -28,7 +28,7 @@ LAST = 5
 """Number of last logged training returns that are averaged."""
 METRICS = {
     "final": "final policy",
-    "maximum": "best evaluation during training",
+    "maximum": "evaluation with the best mean",
     "training": "last training returns",
     "training_maximum": "best training returns",
 }
@@ -42,13 +42,13 @@ intervals of the mean. The row at the top is the interquartile mean (IQM) over a
 with a stratified bootstrap interval. The figure leaves out rows with fewer than three seeds, rows with "more steps",
 and rows whose published score is not above random actions.
 
-Each row of the table compares scores of the same kind. A published maximum over training is compared with the best
-evaluation of each run, or with its best logged training returns if the maximum is one of training returns. Published
-training returns are compared with the last {LAST} logged training returns, and other published scores with the final
-policy over 100 episodes ("as before": the score in the column before). Scores here are rounded to the decimals of the
-published mean before they are compared. Bootstrap intervals of few seeds are too narrow: three seeds give the range of
-the seeds. If scores have a normal distribution, it contains the true mean in 75 % of cases; the interval of ten seeds
-does in 90 %. In the last column:
+Each row of the table compares scores of the same kind. A published maximum over training of the mean over seeds is
+compared with the evaluation that has the best mean over the seeds; published maxima of the training returns of each run
+are compared with the best logged training returns of each run, and published training returns with the last {LAST}
+logged training returns. Other published scores are compared with the final policy over 100 episodes ("as before": the
+score in the column before). Scores here are rounded to the decimals of the published mean before they are compared.
+Bootstrap intervals of few seeds are too narrow: three seeds give the range of the seeds. If scores have a normal
+distribution, it contains the true mean in 75 % of cases; the interval of ten seeds does in 90 %. In the last column:
 
 * **beats**: the lower bound of the interval is at or above the published mean
 * **matches**: the interval contains the published mean, and the mean here is at least 90 % of the published mean
@@ -134,10 +134,20 @@ def verdict(values: Sequence[float], published: float, decimals: int = 6) -> str
     return "matches" if high >= published and is_close else "below"
 
 
+def scores(runs: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
+    """Return the score of each seed by the metric of a source."""
+    if metric != "maximum":
+        return [score(run, metric) for run in runs]
+    curves = [dict(run["curve"]["val/episode_return"]) for run in runs]
+    shared = sorted(set.intersection(*map(set, curves)))
+    best = max(shared, key=lambda step: statistics.fmean(curve[step] for curve in curves))
+    return [curve[best] for curve in curves]
+
+
 def score(run: Mapping[str, Any], metric: str) -> float:
-    """Return the score of a result by the metric of a source."""
+    """Return the score of a single result by the metric of a source."""
     if metric == "maximum":
-        return max(value for _, value in run["curve"]["val/episode_return"])
+        return scores([run], metric)[0]
     if metric in ("training", "training_maximum"):
         curve = run["curve"]  # published returns are of whole games, also where a lost life ends a training episode
         returns = [value for _, value in curve.get("rollout/game_return", curve["rollout/episode_return"])]
@@ -152,8 +162,7 @@ def rows(runs: Mapping[str, Sequence[dict[str, Any]]]) -> list[Row]:
     for name, entry in sorted(published["scores"].items()):
         source = published["sources"][entry["source"]]
         if name in runs and source["metric"] in METRICS:
-            values = [score(run, source["metric"]) for run in runs[name]]
-            final = [score(run, "final") for run in runs[name]]
+            values, final = (scores(runs[name], metric) for metric in (source["metric"], "final"))
             found.append(Row(name, values, final, max(run["env_steps"] for run in runs[name]), entry, source))
     return found
 

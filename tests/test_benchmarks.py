@@ -325,6 +325,12 @@ def test_results_are_compared_by_the_metric_of_the_source():
     assert [results_page.score(run, metric) for metric in results_page.METRICS] == [6, 9, 100, 100]
 
 
+def test_a_maximum_over_training_is_the_one_of_the_mean_over_seeds():
+    curves = [[1, 5.0], [2, 9.0], [3, 8.0]], [[1, 9.0], [2, 1.0], [3, 7.0], [4, 20.0]]
+    runs = [{"curve": {"val/episode_return": rows}} for rows in curves]
+    assert results_page.scores(runs, "maximum") == [8, 7]
+
+
 def test_the_zoo_says_what_was_not_run_and_what_falls_short_of_its_goal():
     runs = [run for found in table.load_scores().values() for run in found if run["evaluation"]["mean"] == 500][:2]
     config = {"data": {"env_id": "CartPole-v1"}, "max_env_steps": 1_000}
