@@ -24,7 +24,6 @@ from lightning_rl.data.recorded_episodes import RecordedEpisodes
 from lightning_rl.environments.contract import TESTING
 from lightning_rl.files import check_intact, read_yaml, relative
 from lightning_rl.nested import Nested, map_leaves
-from lightning_rl.spaces import space_to_dict
 from lightning_rl.tools.export import (
     FOLDER_PATTERN,
     PROGRAMS,
@@ -35,6 +34,7 @@ from lightning_rl.tools.export import (
     check_options,
     export_policy,
 )
+from lightning_rl.training.checks import check_spaces
 from lightning_rl.validation import ConfigurationError, as_list, check_positive_int, import_class, loading
 
 _MAX_STEPS = 8
@@ -171,13 +171,7 @@ def load_trained(
     content = None if config is None else read_yaml(config_file(config), "config")
     named = {text.rpartition(".")[0] for text in _strings(content) if _DOTTED.fullmatch(text)}
     model, data = load_algorithm(path, field="ckpt_path", trust=[*packages, *named]), load_data(path, config, packages)
-    for name in ("observation_space", "action_space"):
-        given, expected = getattr(data, name), getattr(model, name)
-        if space_to_dict(given) != space_to_dict(expected):
-            raise ConfigurationError(
-                f"{name}={given} of {data.spec.env_id} does not fit the checkpoint: expected {expected}, the space it "
-                "was trained with"
-            )
+    check_spaces(model, data)
     return path, model, data
 
 

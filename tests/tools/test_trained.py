@@ -286,7 +286,7 @@ def test_configuration_of_another_environment_is_refused(command, checkpoint, mo
         main([*arguments, f"--ckpt_path={checkpoint}", "--config=ppo/acrobot"])
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("lightning-rl: error: observation_space=Box(")
-    assert " of Acrobot-v1 does not fit the checkpoint: expected Box(" in error
+    assert " of Acrobot-v1 does not fit: expected Box(" in error
 
 
 def test_export_folder_is_checked_before_playing_episodes(capsys, monkeypatch, in_tmp_path):
