@@ -251,11 +251,11 @@ def _adopt_learning_rates(
 ) -> None:
     states, schedulers = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
-        (before, was_scheduled), (now, is_scheduled) = (_initial_rate(options, index) for options in (stored, own))
+        (before, old_setter), (now, setter) = (_initial_rate(options, index) for options in (stored, own))
         scheduler = schedulers[index] if index < len(schedulers) else {}
         for number, (group, new) in enumerate(zip(state["param_groups"], optimizer.param_groups, strict=True)):
             first, first_now = before * group.get(SCALE, 1.0), now * new.get(SCALE, 1.0)
-            if was_scheduled and not is_scheduled:
+            if old_setter and setter != old_setter:
                 group["lr"] = new["lr"]
             elif first != first_now:
                 rates: list[tuple[Any, str | int]] = [(group, name) for name in ("lr", "initial_lr") if name in group]
@@ -264,12 +264,13 @@ def _adopt_learning_rates(
                     holder[key] = holder[key] / first * first_now if first else first_now
 
 
-def _initial_rate(options: Mapping[str, Any], index: int) -> tuple[float, bool]:
-    """Return the initial learning rate of an optimizer, and whether an option other than the scheduler changes it."""
+def _initial_rate(options: Mapping[str, Any], index: int) -> tuple[float, str | None]:
+    """Return the initial learning rate of an optimizer, and what changes it apart from a scheduler, if anything."""
     # The order is actor, critic, then actor and critic of the auxiliary phase.
     is_critic = index % 2 == 1 and has_own_critic_optimizer(options)
     of_critic = options.get("optimizer.critic.learning_rate") if is_critic else None
     rate = options["learning_rate"] if of_critic is None else of_critic  # a number or a schedule
     adapts = options.get("optimizer.adaptive_learning_rate") and not is_critic
-    changes_rate = bool(options.get("optimizer.anneal") or adapts or isinstance(rate, dict))
-    return parse_schedule("learning_rate", rate).at(0, None), changes_rate
+    is_scheduled = options.get("optimizer.anneal") or isinstance(rate, dict)
+    setter = "schedule" if is_scheduled else "adaptive_learning_rate" if adapts else None
+    return parse_schedule("learning_rate", rate).at(0, None), setter

@@ -361,6 +361,12 @@ def test_removed_adaptive_rule_resets_learning_rate(resume):
     assert model.optimizers().param_groups[0]["lr"] == 3e-4
 
 
+def test_adaptive_rule_in_place_of_annealing_starts_at_the_full_learning_rate(resume):
+    rule = {"target_kl": 0.01, "factor": 1.0001}
+    model, _ = resume("discrete", stop=5, model={"optimizer": {"anneal": False, "adaptive_learning_rate": rule}})
+    assert model.optimizers().param_groups[0]["lr"] == pytest.approx(3e-4, rel=2e-4)
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [
