@@ -104,9 +104,9 @@ class PPOKLPenalty(PPO):
         return mean_of_all_ranks(batch.mean(divergence(batch, distribution)))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over the state; β starts with `initial_kl_coef` if the stored run had no adaptive penalty."""
+        """Take over the state; β starts with `initial_kl_coef` if either run has no adaptive penalty."""
         super().on_load_checkpoint(checkpoint)
-        if checkpoint[CHECKPOINT_KEY]["options"].get("initial_kl_coef") == 0:
+        if 0 in (checkpoint[CHECKPOINT_KEY]["options"].get("initial_kl_coef"), self.options["initial_kl_coef"]):
             # `ModelParallelStrategy` has already loaded and removed the parameters.
             checkpoint.get("state_dict", self.state_dict())["kl_coef"].fill_(self.options["initial_kl_coef"])
 

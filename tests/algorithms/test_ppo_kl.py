@@ -145,6 +145,17 @@ def test_resuming_can_turn_on_the_adaptive_penalty(tmp_path, caplog):
     assert "Resuming with initial_kl_coef=2.0 (before: 0.0)" in caplog.messages
 
 
+def test_resuming_can_turn_off_the_adaptive_penalty(tmp_path):
+    rollout = random_rollout(make().policy)
+    on, off = make(initial_kl_coef=2.0), make(initial_kl_coef=0.0)
+    trainer = make_trainer(precision="64-true")
+    trainer.fit(on, FixedRollouts([rollout], on))
+    trainer.save_checkpoint(tmp_path / "on.ckpt")
+    trainer = make_trainer(precision="64-true", max_epochs=2)
+    trainer.fit(off, FixedRollouts([rollout], off), ckpt_path=tmp_path / "on.ckpt")
+    assert (off.policy_version, off.losses["kl_coef"]) == (2, 0)
+
+
 def test_the_adaptive_penalty_starts_in_a_module_whose_parameters_are_loaded_already(tmp_path):
     """With sharded parameters, the strategy removes them from the checkpoint."""
     off, on = make(initial_kl_coef=0.0), make(initial_kl_coef=2.0)
