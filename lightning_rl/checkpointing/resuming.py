@@ -174,7 +174,7 @@ def _effects(stored: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str
         "world_size": "; the earlier ranks continue where they stopped",
     }
     for name in ("learning_rate", "optimizer.critic.learning_rate"):
-        is_schedule = isinstance(own.get(name), dict)
+        is_schedule = own.get(name) is not None and parse_schedule(name, own[name]).varies
         kept = ", a function of all environment steps of the run" if is_schedule else "; the current rate is scaled"
         effects[name] = kept if same else _ALL_NEW
     for name in ("name", "options"):
@@ -271,6 +271,7 @@ def _initial_rate(options: Mapping[str, Any], index: int) -> tuple[float, str | 
     of_critic = options.get("optimizer.critic.learning_rate") if is_critic else None
     rate = options["learning_rate"] if of_critic is None else of_critic  # a number or a schedule
     adapts = options.get("optimizer.adaptive_learning_rate") and not is_critic
-    is_scheduled = options.get("optimizer.anneal") or isinstance(rate, dict)
+    schedule = parse_schedule("learning_rate", rate)
+    is_scheduled = options.get("optimizer.anneal") or schedule.varies
     setter = "schedule" if is_scheduled else "adaptive_learning_rate" if adapts else None
-    return parse_schedule("learning_rate", rate).at(0, None), setter
+    return schedule.at(0, None), setter

@@ -135,7 +135,8 @@ def _check_learning_rates(given: Mapping[str, Any]) -> None:
     rule = changed(field, AdaptiveLearningRate(adaptive["target_kl"]), adaptive)
     check_number(f"{field}.maximum", rule.maximum, at_least=rule.minimum)
     setters = [name for name, value in others.items() if value]
-    setters += ["learning_rate, a schedule,"] if isinstance(given["learning_rate"], dict) else []
+    schedule = parse_schedule("learning_rate", given["learning_rate"])
+    setters += ["learning_rate, a schedule,"] if schedule.varies else []
     check(not setters, field, adaptive, f"null, since {' and '.join(setters)} is set")
 
 

@@ -229,6 +229,12 @@ def test_adaptive_learning_rate_changes_the_actor_after_each_rollout(target, fac
         assert model.steps.all_optimizers[1].param_groups[0]["lr"] == 1e-3
 
 
+def test_adaptive_learning_rate_accepts_a_constant_schedule():
+    constant = {"kind": "constant", "value": 1e-3}
+    model = PPO(VECTOR, DISCRETE, learning_rate=constant, optimizer={"adaptive_learning_rate": {"target_kl": 0.01}})
+    assert model.configure_optimizers().param_groups[0]["lr"] == 1e-3
+
+
 # -- failures, and what is refused
 
 

@@ -229,6 +229,14 @@ def test_removed_schedule_resets_learning_rate(setting, changed, said, resume):
     assert model.optimizers().param_groups[0]["lr"] == 3e-4
 
 
+def test_a_constant_schedule_is_scaled_as_a_number_is(resume, monkeypatch):
+    constant = {"learning_rate": {"kind": "constant", "value": 3e-4}}
+    monkeypatch.setitem(SETTINGS, "constant", (SETTINGS["scheduler"][0], SETTINGS["scheduler"][1] | constant))
+    model, (message,) = resume("constant", stop=5, model={"learning_rate": 1e-2})
+    assert message.endswith("; the current rate is scaled")
+    assert model.optimizers().param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**5)
+
+
 @pytest.mark.parametrize(("setting", "factor"), [("scheduler", 0.9**6), ("discrete", 1 - 5 / 12)])
 def test_new_learning_rate_is_scaled_by_the_schedule(setting, factor, resume):
     model, (message,) = resume(setting, model={"learning_rate": 1e-2})
