@@ -130,14 +130,17 @@ def _check_learning_rates(given: Mapping[str, Any]) -> None:
     field, adaptive = "optimizer.adaptive_learning_rate", given["optimizer.adaptive_learning_rate"]
     if adaptive is None:
         return
+    schedule = parse_schedule("learning_rate", given["learning_rate"])
     valid = isinstance(adaptive, Mapping) and "target_kl" in adaptive
     check(valid, field, adaptive, "target_kl and optionally factor, minimum and maximum")
     rule = changed(field, AdaptiveLearningRate(adaptive["target_kl"]), adaptive)
     check_number(f"{field}.maximum", rule.maximum, at_least=rule.minimum)
     setters = [name for name, value in others.items() if value]
-    schedule = parse_schedule("learning_rate", given["learning_rate"])
     setters += ["learning_rate, a schedule,"] if schedule.varies else []
     check(not setters, field, adaptive, f"null, since {' and '.join(setters)} is set")
+    rate = schedule.at(0, None)
+    expected = f"minimum and maximum on either side of learning_rate, which is {rate:g}"
+    check(rule.minimum <= rate <= rule.maximum, field, vars(rule), expected)
 
 
 _FEWER_MINIBATCHES = "a batch is a rollout; lower num_minibatches of the model for gradients of more steps"

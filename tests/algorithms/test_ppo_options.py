@@ -295,6 +295,10 @@ class BrokenLater(PPO):
             },
             r"optimizer.adaptive_learning_rate=.* null, since learning_rate, a schedule, is set",
         ),
+        (
+            {"optimizer": {"adaptive_learning_rate": {"target_kl": 0.01}}, "learning_rate": 0.05},
+            r"'maximum': 0\.01\} .* minimum and maximum on either side of learning_rate, which is 0\.05",
+        ),
     ],
 )
 def test_invalid_values_raise_in_the_constructor(options, message):
