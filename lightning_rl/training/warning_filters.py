@@ -20,6 +20,8 @@ _MISLEADING = (
     r"It is recommended to use `self.log\('((val|test)/episode\w*|step)', \.\.\., sync_dist=True\)`",
     # The model's `configure_model` changes nothing unless `ModelParallelStrategy` shards it.
     r"You're using the WeightAveraging callback with a model that overrides the configure_model",
+    # The actor's optimizer takes no step during the warm-up of the critic, but its scheduler counts these rollouts.
+    r"Detected call of `lr_scheduler\.step\(\)` before `optimizer\.step\(\)`",
     # FSDP2: values are views, and no operation changes them in place.
     r"FSDP2-wrapped module .* returned a view tensor",
     # `FlatAdam` moves the weights into its vector; cuDNN's copies of so small a network cost little.

@@ -272,6 +272,14 @@ def test_scheduler_steps_both_optimizers():
     assert rates(model) == [[pytest.approx(0.01)], [pytest.approx(0.05)]]
 
 
+def test_schedulers_step_in_the_warm_up_of_the_critic_without_a_warning(recwarn):
+    """The actor's optimizer has taken no step before its scheduler."""
+    model = make(learning_rate=1.0, optimizer={"critic": SGD, "scheduler": STEP_LR, "critic_warmup_steps": 10**6})
+    learn(model, 1)
+    assert rates(model) == [[pytest.approx(0.1)]] * 2
+    assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
+
+
 def test_non_finite_gradient_of_one_optimizer_skips_both(in_tmp_path):
     class Broken(PPO):
         def loss(self, batch: Any) -> Loss:
