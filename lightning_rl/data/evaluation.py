@@ -91,7 +91,7 @@ def run_episodes(
     if (recurrent := as_recurrent(policy)) is not None:
         collector.memory.state = recurrent.initial_memory(len(slots), critic=False)
     act = partial(policy.act, deterministic=deterministic)
-    steps = 0  # since an episode ended
+    steps = 0  # since an episode that counts ended
     while any(slot.remaining for slot in slots):
         collector.start(act)
         with torch.no_grad():
@@ -102,7 +102,7 @@ def run_episodes(
                 acted = map_leaves(lambda x, index=index: np.copy(x[index]), collector.actions)
                 slot.steps.append((observed, acted, float(step.rewards[index])))
         finals = dict(step.final_observations)
-        steps = 0 if finals else steps + 1
+        steps = 0 if any(slots[index].remaining for index in finals) else steps + 1
         if steps == _STEPS_BEFORE_HINT:
             rank_zero_warn(
                 f"no evaluation episode has ended in {steps:,} steps: if episodes may never end, "

@@ -13,7 +13,7 @@ from lightning_rl.environments.episodes import SeededEpisodes
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.recurrent import MemoryOptions
 from tests.environments.test_atari_lives import whole_game
-from tests.probes import Told, make_batch, seeds_of
+from tests.probes import Counter, Told, make_batch, seeds_of
 
 
 def run(environments, counts, policy=None, **options):
@@ -60,6 +60,14 @@ def test_long_evaluation_episode_causes_a_warning(length, monkeypatch, recwarn):
     messages = [str(warning.message) for warning in recwarn]
     hint = "no evaluation episode has ended in 5 steps: if episodes may never end, env.max_episode_steps truncates them"
     assert messages == [hint] * (length > 5)
+
+
+def test_long_evaluation_episode_beside_further_episodes_of_other_environments_causes_a_warning(monkeypatch):
+    monkeypatch.setattr("lightning_rl.data.evaluation._STEPS_BEFORE_HINT", 5)
+    each = [lambda n=n: SeededEpisodes(Counter(lengths=(n,))) for n in (7, 1)]
+    vector = SyncVectorEnv(each, autoreset_mode=AutoresetMode.SAME_STEP)
+    with pytest.warns(UserWarning, match="no evaluation episode has ended in 5 steps"):
+        run(EnvironmentBatch(vector, [1, 2], [1, 2]), [1, 1])
 
 
 def test_no_episodes_means_no_reset():
