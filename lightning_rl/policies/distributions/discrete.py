@@ -112,7 +112,8 @@ class Bernoulli(_OfLogits):
         return (x * (-x).sigmoid() - logsigmoid(x)).sum(-1)
 
     def kl(self, other: Self) -> Tensor:
-        p, q = self.logits, other.logits
+        likely = self.logits > 0  # as in `entropy`, no digits cancel if p is the logit of the less probable value
+        p, q = (torch.where(likely, -x, x) for x in (self.logits, other.logits))
         return (p.sigmoid() * (p - q) + logsigmoid(-p) - logsigmoid(-q)).sum(-1)
 
 

@@ -8,7 +8,7 @@ from gymnasium import spaces
 from torch import Tensor
 from torch.distributions import Bernoulli as TorchBernoulli
 from torch.distributions import Categorical as TorchCategorical
-from torch.distributions import Independent
+from torch.distributions import Independent, kl_divergence
 
 from lightning_rl.policies.distributions import (
     Bernoulli,
@@ -79,6 +79,16 @@ def test_entropy_of_an_almost_certain_switch_keeps_its_digits():
     logits = torch.tensor([[-30.0], [-12.0], [12.0], [30.0]])
     expected = Bernoulli(logits.double()[[0, 1, 1, 0]]).entropy().float()
     torch.testing.assert_close(Bernoulli(logits).entropy(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_kl_between_almost_certain_switches_keeps_its_digits(sign):
+    p = sign * torch.tensor([[0.0], [8.0], [12.0], [20.0]], dtype=torch.float64, requires_grad=True)
+    q = p.detach() + sign * 0.125
+    parts = kl_divergence(TorchBernoulli(logits=-p.abs()), TorchBernoulli(logits=-q.abs()))
+    torch.testing.assert_close(Bernoulli(p.float()).kl(Bernoulli(q.float())), parts.sum(-1).float(), rtol=1e-4, atol=0)
+    (gradient,) = torch.autograd.grad(Bernoulli(p).kl(Bernoulli(q)).sum(), p)
+    torch.testing.assert_close(gradient, (p - q) * p.sigmoid() * (-p).sigmoid())
 
 
 def test_components_with_different_numbers_of_choices_are_separate_categoricals():
