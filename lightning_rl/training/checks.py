@@ -117,6 +117,9 @@ def _check_optimizer(given: Mapping[str, Any]) -> None:
     if (scheduler := scheduler_spec(given)) is not None:
         check_scheduler_class(scheduler)
         check(not given["optimizer.anneal"], "optimizer.anneal", True, f"false, since {SCHEDULER} is set")
+    else:
+        field = f"{SCHEDULER}.options"
+        check(not given[field], field, given[field], f"an empty dict without {SCHEDULER}.name")
 
 
 def _check_learning_rates(given: Mapping[str, Any]) -> None:

@@ -109,6 +109,11 @@ STEP_LR = "torch.optim.lr_scheduler.StepLR"
             r"optimizer\.name='torch\.nn\.Linear' .* a subclass of Optimizer",
         ),
         (
+            {"optimizer": {"scheduler": {"options": {"step_size": 1}}}},
+            "optimizer.scheduler.options={'step_size': 1} is not valid: expected an empty dict without "
+            "optimizer.scheduler.name",
+        ),
+        (
             {"optimizer": {"scheduler": {"name": STEP_LR}}},
             r"optimizer\.scheduler: .*StepLR refused the arguments \{\}: missing a required argument: 'step_size'",
         ),
