@@ -604,7 +604,8 @@ class OnPolicyAlgorithm(LightningModule):
         problem = fast.compiler_problem(device) or None
         fast_paths = self.options["debug.fast_paths"]
         check(fast_paths != "compiled" or problem is None, "debug.fast_paths", fast_paths, f"auto, since {problem}")
-        self.schedules.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")
+        expected = "a run with an end: EnvStepLimit (max_env_steps) or max_epochs"
+        self.schedules.check_end(self, is_bounded(trainer), expected)
 
     def check_data(self, data: Any) -> None:  # data modules of users too
         """Raise a `ConfigurationError` for a data module whose batches the algorithm does not learn from."""
@@ -646,7 +647,7 @@ class OnPolicyAlgorithm(LightningModule):
         self.schedules.report_new_end(self.env_steps, self.clock.planned_env_steps, planned_before)
         self.restored = {}
         is_known = self.clock.planned_env_steps is not None
-        self.schedules.check_end(self, is_known, "a run whose length is known: set max_env_steps")
+        self.schedules.check_end(self, is_known, "a run whose length is known: EnvStepLimit (max_env_steps)")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:  # whatever a loader yields
         if not isinstance(batch, Rollout):

@@ -158,7 +158,8 @@ def test_a2c_accepts_schedules():
 def test_schedule_to_the_end_of_an_endless_run_is_refused(name, options):
     data = make_data()
     model = make_model(data, **options)
-    with pytest.raises(ConfigurationError, match=rf"^{name}=.* a run with an end: set max_env_steps or max_epochs"):
+    expected = r"a run with an end: EnvStepLimit \(max_env_steps\) or max_epochs"
+    with pytest.raises(ConfigurationError, match=rf"^{name}=.* {expected}"):
         make_trainer(max_epochs=-1).fit(model, data)
 
 
