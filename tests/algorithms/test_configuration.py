@@ -175,7 +175,9 @@ def test_invalid_values_raise_before_collection(options, message, monkeypatch):
 
 def test_annealing_without_an_end_raises():
     data = make_data()
-    with pytest.raises(ConfigurationError, match=r"optimizer.anneal=True .* set max_env_steps or max_epochs"):
+    with pytest.raises(
+        ConfigurationError, match=r"optimizer.anneal=True .* EnvStepLimit \(max_env_steps\) or max_epochs"
+    ):
         make_trainer(max_epochs=-1).fit(make_model(data, optimizer={"anneal": True}), data)
 
 
