@@ -318,7 +318,7 @@ class EnvironmentBatch:
         read_repeats: Returns simulation steps and action repeats, see `action_repeat.read_repeats`; None: no repeats.
         transform: Scales and clips the rewards, `[B]`.
         evaluation: Whether these are evaluation environments.
-        is_wrapped: Whether `env` has wrappers of the user, whose state is unknown; episodes then begin anew on resume.
+        is_wrapped: Whether the user wrapped `env`. The state of wrappers is unknown: a resumed run begins new episodes.
     """
 
     _own_kind = "arrays"
@@ -353,14 +353,11 @@ class EnvironmentBatch:
         self._pool: Any = env.unwrapped if isinstance(env.unwrapped, EnvironmentPool) else None
         if self._pool is not None:
             self._pool.tracker = self._tracker
-        self._kind_of_state = None if self._pool is None else "episodes"
-        if self._pool is None and (hasattr(env, "load_state_dict") or hasattr(env, "recorded")):
-            self._kind_of_state = self._own_kind
-        if is_wrapped:
-            self._kind_of_state = None
         # The policy acts on the observations of the workers, before any wrapper or history changes them.
-        are_own = env is self._pool and not histories
-        self.can_step_ahead = are_own and self._pool.steps_ahead
+        self.can_step_ahead = isinstance(env, EnvironmentPool) and not histories and env.steps_ahead
+        has_state = not is_wrapped and (hasattr(env, "load_state_dict") or hasattr(env, "recorded"))
+        kind = self._own_kind if self._pool is None else "episodes"
+        self._kind_of_state = kind if has_state else None
         # Which environments the next step resets; None: no environment.
         self._resets_next: Any = None
 
