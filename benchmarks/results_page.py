@@ -137,17 +137,14 @@ def verdict(values: Sequence[float], published: float, decimals: int = 6) -> str
 def scores(runs: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
     """Return the score of each seed by the metric of a source."""
     if metric != "maximum":
-        return [score(run, metric) for run in runs]
+        return [_score(run, metric) for run in runs]
     curves = [dict(run["curve"]["val/episode_return"]) for run in runs]
     shared = sorted(set.intersection(*map(set, curves)))
     best = max(shared, key=lambda step: statistics.fmean(curve[step] for curve in curves))
     return [curve[best] for curve in curves]
 
 
-def score(run: Mapping[str, Any], metric: str) -> float:
-    """Return the score of a single result by the metric of a source."""
-    if metric == "maximum":
-        return scores([run], metric)[0]
+def _score(run: Mapping[str, Any], metric: str) -> float:
     if metric in ("training", "training_maximum"):
         curve = run["curve"]  # published returns are of whole games, also where a lost life ends a training episode
         returns = [value for _, value in curve.get("rollout/game_return", curve["rollout/episode_return"])]

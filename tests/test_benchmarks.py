@@ -320,9 +320,9 @@ def test_results_are_compared_by_the_metric_of_the_source():
     curve["rollout/episode_return"] = [[step, float(step)] for step in range(10)]
     run = {"evaluation": {"mean": 6.0}, "curve": curve}
     curve["rollout/episode_return"][2] = [2, 20.0]
-    assert [results_page.score(run, metric) for metric in results_page.METRICS] == [6, 9, 7, 20]
+    assert [results_page.scores([run], metric)[0] for metric in results_page.METRICS] == [6, 9, 7, 20]
     curve["rollout/game_return"] = [[step, 100.0] for step in range(10)]  # Atari: an episode is a life, a game has five
-    assert [results_page.score(run, metric) for metric in results_page.METRICS] == [6, 9, 100, 100]
+    assert [results_page.scores([run], metric)[0] for metric in results_page.METRICS] == [6, 9, 100, 100]
 
 
 def test_a_maximum_over_training_is_the_one_of_the_mean_over_seeds():
