@@ -23,7 +23,7 @@ from lightning_rl import PPO, FailedUpdate, RolloutDataModule
 from lightning_rl.cli.main import main
 from lightning_rl.options import default_groups, flat, nested
 from lightning_rl.tools.hub import push_to_hub
-from lightning_rl.tools.trained import load_algorithm, load_data
+from lightning_rl.tools.trained import load_algorithm, load_data, load_trained
 from lightning_rl.validation import ConfigurationError, import_class, is_loading, loading, may_import
 from tests.helpers import DISCRETE, VECTOR, FixedRollouts, make_data, make_model, make_trainer, merged, random_rollout
 
@@ -386,6 +386,13 @@ def test_environments_are_trusted_in_the_same_way(saved):
     assert data.spec.env_id == "untrusted:Untrusted-v0"
     own = {"class_path": "untrusted.Data", "init_args": merged(options, {"env": {"wrappers": ["untrusted.Wrapper"]}})}
     assert type(beside(path, own)).__name__ == "Data"  # it has been imported
+
+
+@pytest.mark.parametrize("packages", ["untrusted", ["untrusted"], ("untrusted",)])
+def test_what_is_pushed_or_exported_may_use_one_package_or_a_list_or_tuple_of_packages(packages, saved):
+    path = write_checkpoint(saved, {"policy.network": "untrusted.Net"})
+    trusted()
+    assert "does not fit the checkpoint" in message_of(load_trained, path, None, packages)  # so it was constructed
 
 
 def test_the_configuration_that_a_user_names_is_trusted(saved):

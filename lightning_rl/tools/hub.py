@@ -7,7 +7,7 @@ import importlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -71,7 +71,7 @@ def push_to_hub(
     episodes: int = 10,
     private: bool = False,
     message: str | None = None,
-    trust: str | list[str] | None = None,
+    trust: str | Sequence[str] | None = None,
 ) -> str:
     """Play test episodes, upload the checkpoint with its score to the Hub, and return the address of the commit.
 

@@ -161,13 +161,13 @@ def config_file(given: str | Path) -> Path:
 
 
 def load_trained(
-    ckpt_path: str | Path, config: str | Path | None, trust: str | list[str] | None
+    ckpt_path: str | Path, config: str | Path | None, trust: str | Sequence[str] | None
 ) -> tuple[Path, OnPolicyAlgorithm, RolloutDataModule]:
     """Return the path of a checkpoint (see `find_trained`), its algorithm and its environments.
 
     The modules of all class paths in a given `config` are trusted.
     """
-    path, packages = find_trained(ckpt_path, config), as_list(trust)
+    path, packages = find_trained(ckpt_path, config), [trust] if isinstance(trust, str) else [*(trust or ())]
     content = None if config is None else read_yaml(config_file(config), "config")
     named = {text.rpartition(".")[0] for text in _strings(content) if _DOTTED.fullmatch(text)}
     model, data = load_algorithm(path, field="ckpt_path", trust=[*packages, *named]), load_data(path, config, packages)
