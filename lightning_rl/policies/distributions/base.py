@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class Distribution(ABC):
         """Return the (differential) entropy in nats, shape `[...]`."""
 
     @abstractmethod
-    def kl(self, other: Self) -> Tensor:
+    def kl(self, other: Any) -> Tensor:
         """Return KL(self ‖ other) in nats, shape `[...]`; `other` has the same class."""
 
     @abstractmethod
