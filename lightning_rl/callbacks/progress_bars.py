@@ -112,6 +112,7 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
             smoothing=0,  # the speed is the mean of this process
             mininterval=seconds,
             miniters=0 if self._live else LINE_FRACTION * (total or 0),
+            maxinterval=math.inf,  # or a thread of tqdm would set `miniters` to 1 after 10 s without a line
             delay=0 if self._live else sys.float_info.min,  # a file needs no line for the beginning
             # In a file there is no bar. tqdm shows nothing in a terminal that reports no size.
             ncols=shutil.get_terminal_size().columns - 1 if self._live else 0,

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 from lightning.pytorch import Callback, Trainer
@@ -106,6 +107,18 @@ def test_output_to_a_file_is_bounded_by_percents_however_long_rollouts_take(caps
     trainer(EnvStepProgressBar(), max_epochs=3).fit(model(), data())  # 12 rollouts of 8 % each
     done = [int(text) for text in re.findall(r"^Training: +\d+% (\d+)\.?/768", capsys.readouterr().out, re.M)]
     assert done == [192, 384, 576, 768, 768]  # the last for the end of the run
+
+
+def test_output_to_a_file_is_bounded_by_percents_though_hours_pass_between_lines(capsys, monkeypatch):
+    monkeypatch.setattr(progress_bars, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress_bars, "LINE_FRACTION", 0.25)
+    monkeypatch.setattr(progress_bars.Tqdm, "monitor", None)  # the next bar starts a new thread
+    monkeypatch.setattr(progress_bars.Tqdm, "monitor_interval", 0.001)
+    monkeypatch.setattr("tqdm._monitor.time", lambda: time.time() + 3600)
+    trainer(EnvStepProgressBar(), max_epochs=3).fit(model(), data())
+    progress_bars.Tqdm.monitor.exit()
+    done = [int(text) for text in re.findall(r"^Training: +\d+% (\d+)\.?/768", capsys.readouterr().out, re.M)]
+    assert done == [192, 384, 576, 768, 768]
 
 
 def test_values_logged_before_the_end_of_an_epoch_are_still_shown_at_the_end_of_the_run(capsys):
