@@ -976,6 +976,7 @@ def test_a_module_beside_a_configuration_is_found_from_another_folder(monkeypatc
     Path("my configs/model.yaml").write_text("model: beside_it.Mine\n")
     cli = main(["fit", *SMALL, "--config", "my configs/mine.yaml", *arguments, "--trainer.fast_dev_run=true"])
     assert type(cli.model).__name__ == "Mine"
+    assert sys.path.count(str(Path("my configs").absolute())) == 1  # also if several files are in the folder
 
 
 def test_the_printed_next_command_finds_a_module_beside_the_configuration():
