@@ -259,7 +259,7 @@ class StepMetric(Callback):
         """Set `step` before checkpoints are saved and loggers are written."""
         metrics, env_steps = pl_module.metrics, pl_module.env_steps
         metrics.clock_will_move = False
-        # An int64, which Lightning casts to int32: larger numbers wrap, and names still differ.
+        # An int64, since float64 of 2^31 and more would all become the same number when Lightning casts to int32.
         trainer.callback_metrics["step"] = torch.tensor(env_steps)
         # Lightning rebuilds `callback_metrics` at each access, with an older `step` if one was logged in this epoch.
         if metrics.logs_steps or int(trainer.callback_metrics["step"]) != env_steps:
