@@ -144,7 +144,7 @@ def train_with_replay(num_actors: int) -> dict[str, Any]:
         "parameters": parameters_of(model),
         "firsts": firsts,
         "env_steps": spy.column("env_steps"),
-        "kept": [unroll["fields"]["observations"].clone() for unroll in model.kept.state_dict()["kept"]],
+        "kept": [*model.kept.gather(torch.arange(len(model.kept)))[0].observations.unbind(1)],
         "drawn": model.generator.get_state(),
         "policy_lag": spy.column("policy_lag"),
         "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},

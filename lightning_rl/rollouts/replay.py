@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
@@ -419,17 +420,36 @@ class UnrollMemory(Replay):
         self._kept, self._bytes, self.layout = [], 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the unrolls as tensors and numbers, without copies: stored unrolls do not change."""
-        kept = [kept._asdict() for kept in self._kept]
+        """Return the unrolls as tensors and numbers; only small ones are copied, many into one tensor."""
+        kept = []
+        for part in self._parts():
+            fields = part[0].fields
+            if len(part) > 1:
+                rollout, per_step = _together([one.fields for one in part], 0)
+                fields = rollout.tensors() | {"per_step": per_step}
+            kept.append({"numbers": [x.number for x in part], "draws": [x.draw for x in part], "fields": fields})
         return {"kept": kept, "number": self._number, "layout": self.layout and tuple(self.layout)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the unrolls of a memory of any size and policy; those that do not fit are dropped."""
         self.clear()
-        for kept in state["kept"]:
-            self._push(kept["number"], kept["draw"], kept["fields"])
+        for part in state["kept"]:
+            numbers, draws, fields = part["numbers"], part["draws"], part["fields"]
+            unrolls = [fields]
+            if len(numbers) > 1:
+                tensors = {name: x for name, x in fields.items() if name != "per_step"}
+                unrolls = _columns(Rollout(**tensors, policy_version=-1), fields["per_step"])
+            for number, draw, unroll in zip(numbers, draws, unrolls, strict=True):
+                self._push(number, draw, unroll)
         self._number, self.layout = state["number"], state["layout"] and Layout(*state["layout"])
         self._drop_excess()
+
+    def _parts(self) -> Iterator[list[_KeptUnroll]]:
+        # Parts of about a MiB, since a checkpoint takes 100 µs and 250 bytes for each tensor.
+        count = max(1, 2**20 * len(self._kept) // max(1, self._bytes))
+        for _, of_one_kind in groupby(self._kept, key=lambda kept: "weights" in kept.fields):
+            unrolls = [*of_one_kind]
+            yield from (unrolls[start : start + count] for start in range(0, len(unrolls), count))
 
 
 def layout_of_unrolls(rollout: Rollout) -> Layout:

@@ -88,7 +88,7 @@ def test_replay_matches_the_reference_in_float64(name: str) -> None:
     factor = min(1.0, case["kwargs"]["clip_grad_norm"] / recorded["grad_norm"])
     gradient = model.policy.value_table.grad.view(LENGTH + 1, NUM_ENVS)
     torch.testing.assert_close(gradient, factor * double(expected["grad_baseline"]), rtol=1e-6, atol=1e-6)
-    assert sorted(kept["number"] for kept in model.kept.state_dict()["kept"]) == [0, 1, 2, 3]
+    assert sorted(model.kept.state_dict()["kept"][0]["numbers"]) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("memory", [None, "gru"])

@@ -39,7 +39,7 @@ def rows(numbers: list[int] | Tensor) -> dict[str, Tensor]:
 
 def numbers_of(memory: UnrollMemory) -> list[int]:
     """Return the numbers of the unrolls, counted from 0 over all unrolls ever appended."""
-    return sorted(kept["number"] for kept in memory.state_dict()["kept"])
+    return sorted(number for part in memory.state_dict()["kept"] for number in part["numbers"])
 
 
 def held(buffer: UseLimitedBuffer) -> list[int | None]:
@@ -479,6 +479,31 @@ def test_rollback_restores_a_memory_of_unrolls():
     assert (numbers_of(memory), memory.num_bytes) == before
     memory.append(unrolls(first=2))
     assert numbers_of(memory) == [0, 1, 2, 3]
+
+
+def test_small_unrolls_are_saved_in_few_tensors_and_restored_in_their_order(tmp_path):
+    memory = UnrollMemory(10**6, "fifo")
+    for first in range(0, 40, 2):
+        one = unrolls(first=first)
+        one.weights = torch.full((3, 2), 0.5) if first >= 20 else None  # weights may begin during a run
+        memory.append(one, old=one.rewards)
+    torch.save(memory.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert len(state["kept"]) == 2 and (tmp_path / "state.pt").stat().st_size < 1000 * len(memory)
+    restored = UnrollMemory(10**6, "fifo")
+    restored.load_state_dict(state)
+    assert restored.num_bytes == memory.num_bytes
+    for index in map(torch.tensor, range(40)):
+        (one, old), (other, other_old) = memory.gather(index[None]), restored.gather(index[None])
+        torch.testing.assert_close(other.tensors(), one.tensors(), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(other_old["old"], old["old"])
+
+
+def test_large_unrolls_are_saved_without_copies():
+    memory = UnrollMemory(10**8)
+    memory.append(unrolls(length=50_000))
+    for part, kept in zip(memory.state_dict()["kept"], memory._kept, strict=True):
+        assert part["fields"]["rewards"] is kept.fields["rewards"]
 
 
 @pytest.mark.parametrize(("policy", "max_bytes", "kept"), [("fifo", 2000, 6), ("reservoir", 2000, 6), ("fifo", 400, 2)])
