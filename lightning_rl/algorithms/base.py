@@ -416,8 +416,8 @@ class OnPolicyAlgorithm(LightningModule):
         """Return the terms of the loss over a rollout, or rows of its `batch`, without learning: `policy_loss`, ….
 
         Changes nothing: no parameter, gradient, normalizer, clock, generator or logged value. Needs no Trainer. With
-        several ranks it is a collective call over the rows of all ranks. With `normalization.update: before` the
-        normalizers include the rollout, as in training.
+        several ranks it is a collective call over the rows of all ranks. As in training, scheduled options have their
+        value at `env_steps`, and with `normalization.update: before` the normalizers include the rollout.
 
         Args:
             rollouts: One or several.
@@ -426,6 +426,7 @@ class OnPolicyAlgorithm(LightningModule):
         several = [rollouts] if isinstance(rollouts, Rollout | Batch) else rollouts
         check(len(several) > 0, "compute_loss: rollouts", rollouts, "at least one rollout")
         check(is_one_of(reduction, get_args(Reduction)), "compute_loss: reduction", reduction, "mean or sum")
+        self.schedules.apply(self, self.clock, ())
         terms: dict[str, list[float]] = {}
         for rollout in several:
             with self.normalizers.isolated(), self.steps.isolated():

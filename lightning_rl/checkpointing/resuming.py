@@ -52,7 +52,7 @@ def take_over(checkpoint: dict[str, Any], module: Any) -> None:  # an algorithm
     if trainer is not None and trainer.precision == "64-true":
         # Lightning converts after it has loaded the parameters, which would round them to float32.
         module.double()
-    for name in ("env_steps", "policy_version", "frames"):
+    for name in ("env_steps", "policy_version", "frames", "planned_env_steps"):
         setattr(clock, name, state[name])
     if not resumes:
         return

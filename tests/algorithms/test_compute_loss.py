@@ -40,6 +40,7 @@ CASES: dict[str, tuple[type[OnPolicyAlgorithm], dict[str, Any]]] = {
     "popart": (PPO, {"num_epochs": 1, "num_minibatches": 1, "normalization": {"values": "popart"}, "target_kl": 1e-4}),
     "kl": (PPOKLPenalty, {"num_epochs": 1, "num_minibatches": 1, "kl_cutoff_coef": 10.0}),
     "tf_agents": (TFAgentsPPO, {"num_epochs": 1, "num_minibatches": 1}),
+    "schedule": (A2C, {"entropy_coef": {"kind": "linear", "start": 0.5, "end": 0.1, "over": 100}}),
     "a2c": (A2C, {}),
     "impala": (IMPALA, {}),
 }
@@ -98,6 +99,23 @@ def test_compute_loss_changes_nothing_and_equals_the_first_loss_of_the_update(ca
 
 def tensors(rollout: Any) -> list[Tensor]:
     return [x for x in leaves(rollout.tensors()) if isinstance(x, Tensor)]
+
+
+def test_compute_loss_of_a_loaded_model_has_the_scheduled_options_of_its_step(tmp_path):
+    data = make_data()
+    model = make_model(data, entropy_coef={"kind": "linear", "start": 0.5, "end": 0.1})
+    losses = []
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 0:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+                loaded = PPO.load_from_checkpoint(tmp_path / "half.ckpt")
+                losses.extend(x.compute_loss(batch) for x in (pl_module, loaded))
+                assert loaded.entropy_coef == pytest.approx(0.3)  # half of the run is done
+
+    make_trainer(callbacks=[Save()]).fit(model, data)
+    assert losses[0] == losses[1]
 
 
 def test_compute_loss_of_vtrace_algorithms_needs_a_rollout():
