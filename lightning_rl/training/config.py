@@ -167,7 +167,7 @@ class NormalizationConfig:
             value loss is in these units. `popart`: also subtracts the running mean, and rescales the head when the
             moments change (van Hasselt et al. 2016). None: no normalization.
         update: `after` updates the running moments after learning from a rollout, so that collection and learning use
-            the same moments. `before` updates them first; importance ratios then do not start at 1.
+            the same moments. `before` updates them first, except for values; importance ratios then do not start at 1.
     """
 
     observations: bool | dict[str, bool | float] = False
