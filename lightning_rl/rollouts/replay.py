@@ -427,6 +427,7 @@ class UnrollMemory(Replay):
             if len(part) > 1:
                 rollout, per_step = _together([one.fields for one in part], 0)
                 fields = rollout.tensors() | {"per_step": per_step}
+                del fields["next_values"]  # NaN, which `_columns` does not use
             kept.append({"numbers": [x.number for x in part], "draws": [x.draw for x in part], "fields": fields})
         return {"kept": kept, "number": self._number, "layout": self.layout and tuple(self.layout)}
 
@@ -438,7 +439,7 @@ class UnrollMemory(Replay):
             unrolls = [fields]
             if len(numbers) > 1:
                 tensors = {name: x for name, x in fields.items() if name != "per_step"}
-                unrolls = _columns(Rollout(**tensors, policy_version=-1), fields["per_step"])
+                unrolls = _columns(Rollout(**tensors, next_values=fields["values"]), fields["per_step"])
             for number, draw, unroll in zip(numbers, draws, unrolls, strict=True):
                 self._push(number, draw, unroll)
         self._number, self.layout = state["number"], state["layout"] and Layout(*state["layout"])
