@@ -66,10 +66,12 @@ class FlatAdam(Adam):
         """
         found = self._vectors
         if found is None or not all(vectors.gather(self) for vectors in found):
-            suited = all(map(self._can_lay_out, self.param_groups))
+            have_gradients = [x.grad is not None for group in self.param_groups for x in group["params"]]
+            suited = all(have_gradients) and all(map(self._can_lay_out, self.param_groups))
             found = [Vectors(self, group) for group in self.param_groups] if suited else []
-            if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
-                self._vectors = found
+            if any(have_gradients):
+                # After a step without some gradients, a resumed run would use vectors, whose steps round differently.
+                self._vectors = found if all(have_gradients) else None
         return found
 
     @torch.no_grad()
@@ -122,10 +124,7 @@ class FlatAdam(Adam):
             and first.device.type in ("cpu", "cuda")
             and sum(parameter.numel() for parameter in parameters) <= _MOST_ENTRIES
             and all(
-                parameter.grad is not None
-                and parameter.dtype == first.dtype
-                and parameter.device == first.device
-                and parameter.is_contiguous()
+                parameter.dtype == first.dtype and parameter.device == first.device and parameter.is_contiguous()
                 for parameter in parameters
             )
             # The vector has one step count for all parameters.

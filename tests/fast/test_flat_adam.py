@@ -88,6 +88,18 @@ def test_parameters_without_gradient_do_not_change(first):
     assert steps == [9, 9, *([3, 3] if first.stop else [6, 6])]
 
 
+def test_steps_after_a_missing_gradient_equal_the_steps_of_a_resumed_run_bit_for_bit():
+    whole, resumed = (pair(weight_decay=0.1)[0] for _ in range(2))
+    learn(*whole)
+    learn(*whole, part=slice(0, 1))
+    for one, other in zip(whole, resumed, strict=True):
+        other.load_state_dict(copy.deepcopy(one.state_dict()))  # type: ignore[attr-defined]
+    for made in (whole, resumed):
+        learn(*made)
+        assert len(gradients_of(made[1])) == 2  # one vector per group
+    assert all(map(torch.equal, whole[0].parameters(), resumed[0].parameters()))
+
+
 def to_double(network: nn.Module, optimizer: Optimizer) -> None:
     network.double()
     for state in optimizer.state.values():
