@@ -108,9 +108,9 @@ def is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def as_list(given: T | list[T] | None) -> list[T]:
+def as_list(given: T | Sequence[T] | None) -> list[T]:
     """Return a list, with one value if no list was given: `--record_as video` needs no brackets."""
-    return given if isinstance(given, list) else [] if given is None else [given]
+    return [*given] if isinstance(given, list | tuple) else [] if given is None else [given]  # type: ignore[list-item]
 
 
 def is_one_of(value: object, choices: Iterable[str]) -> TypeGuard[str]:

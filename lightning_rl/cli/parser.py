@@ -159,9 +159,10 @@ def record_options(record: str | None = None, record_as: RecordAs | list[RecordA
 
 def search_beside(config: str | None) -> None:
     """Let Python find modules in the folder of a configuration, if it is a file."""
-    folder = None if config is None or not Path(config).is_file() else str(Path(config).absolute().parent)
-    if folder is not None and folder not in sys.path:
-        sys.path.append(folder)
+    if config is not None and Path(config).is_file():
+        folder = str(Path(config).absolute().parent)
+        if folder not in sys.path:
+            sys.path.append(folder)
 
 
 class ActionConfig(ActionConfigFile):

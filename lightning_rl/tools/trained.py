@@ -167,7 +167,8 @@ def load_trained(
 
     The modules of all class paths in a given `config` are trusted.
     """
-    path, packages = find_trained(ckpt_path, config), [trust] if isinstance(trust, str) else [*(trust or ())]
+    path = find_trained(ckpt_path, config)
+    packages: list[str] = as_list(trust)
     content = None if config is None else read_yaml(config_file(config), "config")
     named = {text.rpartition(".")[0] for text in _strings(content) if _DOTTED.fullmatch(text)}
     model, data = load_algorithm(path, field="ckpt_path", trust=[*packages, *named]), load_data(path, config, packages)
