@@ -86,8 +86,8 @@ class EnvConfig:
     """
 
     kwargs: dict[str, Any] = field(default_factory=dict)
-    wrappers: list[OrClass[str | ClassSpec]] | None = None
-    training_wrappers: list[OrClass[str | ClassSpec]] | None = None
+    wrappers: Sequence[OrClass[str | ClassSpec]] | None = None
+    training_wrappers: Sequence[OrClass[str | ClassSpec]] | None = None
     atari: AtariPreprocessing = AtariPreprocessing()
     # The system call `poll` takes milliseconds in 32 bits.
     step_timeout: Annotated[float, Range(above=0, at_most=1e6)] | None = None

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_rl.options import OrDict
 from lightning_rl.policies.normalization import RewardScale, ValueNormalization
 from lightning_rl.rollouts.rollout import OnTruncation
 from lightning_rl.training.parameter_groups import ParameterGroups
@@ -90,12 +91,12 @@ class OptimizerConfig:
     name: str | type[Optimizer] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     anneal: bool = False
-    scheduler: SchedulerConfig = SchedulerConfig()
+    scheduler: OrDict[SchedulerConfig] = SchedulerConfig()
     max_grad_norm: PositiveFloat | None = 0.5
     max_grad_value: PositiveFloat | None = None
-    critic: CriticOptimizerConfig = CriticOptimizerConfig()
+    critic: OrDict[CriticOptimizerConfig] = CriticOptimizerConfig()
     groups: ParameterGroups = field(default_factory=dict)
-    l2: L2Config = L2Config()
+    l2: OrDict[L2Config] = L2Config()
     adaptive_learning_rate: dict[str, float] | None = None
     num_value_epochs: PositiveInt | None = None
     critic_warmup_steps: NonNegativeInt = 0

@@ -149,6 +149,19 @@ def test_a_type_checker_refuses_a_misspelled_import(tmp_path):
     assert 'has no attribute "RolloutDataModul"' in output and "Found 1 error" in output
 
 
+@pytest.mark.slow
+def test_a_type_checker_accepts_dicts_in_groups_and_lists_of_names(tmp_path):
+    mypy, file = pytest.importorskip("mypy.api"), tmp_path / "own.py"
+    file.write_text(
+        "from lightning_rl.environments.spec import EnvConfig\n"
+        "from lightning_rl.training.config import OptimizerConfig\n"
+        "names, scheduler = ['my.Wrapper'], {'name': 'my.Scheduler'}\n"
+        "EnvConfig(wrappers=names, training_wrappers=('my.Wrapper',))\n"
+        "OptimizerConfig(critic={'learning_rate': 1e-3}, l2={'policy': 1e-4}, scheduler=scheduler)\n"
+    )
+    assert mypy.run([str(file)])[2] == 0
+
+
 def test_program_in_an_archive_starts_further_ranks(in_tmp_path):
     with zipfile.ZipFile("lightning-rl.exe", "w") as archive:  # as pip installs it on Windows
         archive.writestr("__main__.py", "from lightning_rl.__main__ import run\nrun()\n")
