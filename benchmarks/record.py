@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # All inputs of a run.
 _SOURCES = ("lightning_rl", "configs", ":(glob)benchmarks/*.py", ":(glob)benchmarks/*.json", "benchmarks/peers")
 _PACKAGES = ("torch", "lightning", "gymnasium", "numpy")
-_PACKAGES_IF_PRESENT = ("mujoco", "Box2D", "ale-py", "envpool", "minigrid", "MinAtar", "popgym")
+_PACKAGES_IF_PRESENT = ("mujoco", "Box2D", "ale-py", "envpool", "minigrid", "MinAtar", "popgym", "mpe2", "pettingzoo")
 
 
 def source() -> dict[str, Any]:
