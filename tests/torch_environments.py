@@ -9,11 +9,12 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
 from lightning_rl.masks import ActionMask
+from lightning_rl.nested import map_leaves
 
 
 class Reach(VectorEnv[Tensor, Tensor, Tensor]):
@@ -133,6 +134,20 @@ class OneWay(Reach):
         may_go_left = self.steps % 2 == 0
         self.legal = torch.stack([may_go_left, *[torch.ones_like(may_go_left)] * 2], 1).to(torch.int8)
         return {"legal": self.legal, "place": place}
+
+
+class AsArrays(VectorWrapper):
+    """The same environments as arrays."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        if options and "reset_mask" in options:
+            options = {**options, "reset_mask": torch.from_numpy(options["reset_mask"])}
+        observations, infos = self.env.reset(seed=seed, options=options)
+        return map_leaves(Tensor.numpy, observations), infos
+
+    def step(self, actions: Any):
+        *values, infos = self.env.step(map_leaves(torch.from_numpy, actions))
+        return *(map_leaves(Tensor.numpy, x) for x in values), map_leaves(Tensor.numpy, infos)
 
 
 ID, MASKED_ID = "Torch/Reach-v0", "Torch/OneWay-v0"

@@ -21,6 +21,7 @@ from lightning_rl.environments import (
     cameras,
     make_environments,
 )
+from lightning_rl.environments.batch import to_array
 from lightning_rl.environments.contract import MAX_RESTARTS_IN_A_ROW, derive_seed
 from lightning_rl.nested import Nested, map_leaves, map_stacked
 from lightning_rl.options import OrDict
@@ -59,11 +60,14 @@ class _Slot:
     failures_in_a_row: int = 0
     steps: list[tuple[Nested, Nested, float]] = field(default_factory=list)
 
-    def finish(self, episode_return: float, length: int, terminated: bool, final_observation: Nested) -> None:
+    def finish(self, episode_return: float, length: int, terminated: bool, reached: Nested | None) -> None:
         episode = Episode(episode_return=episode_return, length=length, terminated=terminated)
         if self.steps:
             observations, actions, rewards = zip(*self.steps, strict=True)
-            episode.observations = map_stacked(np.stack, [*observations, final_observation])
+            final = observations[-1]  # if tensor environments do not return the observation that was reached
+            if reached is not None:
+                final = map_leaves(lambda like, x: np.asarray(to_array(x), like.dtype), final, reached)
+            episode.observations = map_stacked(np.stack, [*observations, final])
             episode.actions, episode.rewards = map_stacked(np.stack, actions), np.asarray(rewards)
         self.finished.append(episode)
         self.remaining, self.failures_in_a_row, self.steps = self.remaining - 1, 0, []
@@ -96,10 +100,11 @@ def run_episodes(
         collector.start(act)
         with torch.no_grad():
             step = collector.advance(0)
+        environments.check_finite()
         for index, slot in enumerate(slots if record else ()):
             if slot.remaining and (step.valid is None or step.valid[index]):
-                observed = map_leaves(lambda x, index=index: np.copy(x[0, index]), collector.observations)
-                acted = map_leaves(lambda x, index=index: np.copy(x[index]), collector.actions)
+                observed = map_leaves(lambda x, index=index: np.copy(to_array(x[0, index])), collector.observations)
+                acted = map_leaves(lambda x, index=index: np.copy(to_array(x[index])), collector.actions)
                 slot.steps.append((observed, acted, float(step.rewards[index])))
         finals = dict(step.final_observations)
         steps = 0 if any(slots[index].remaining for index in finals) else steps + 1
@@ -110,8 +115,7 @@ def run_episodes(
             )
         for _, index, episode_return, length in collector.finished_episodes():
             if slots[index].remaining:
-                final = map_leaves(lambda like, x: np.asarray(x, like.dtype), collector.observations, finals[index])
-                slots[index].finish(episode_return, length, bool(step.terminated[index]), final)
+                slots[index].finish(episode_return, length, bool(step.terminated[index]), finals[index])
         for slot in (slots[index] for index in step.failed if slots[index].remaining):
             slot.steps, slot.failures_in_a_row = [], slot.failures_in_a_row + 1
             if slot.failures_in_a_row > MAX_RESTARTS_IN_A_ROW:

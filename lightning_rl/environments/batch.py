@@ -273,8 +273,8 @@ class Step(NamedTuple):
         observations: Observations for the next action, `[B, ...]`; the next step may overwrite them.
         rewards: `[B]`, as the next three; 0 where not `valid`.
         valid: False where the environment ignored the action, because it was reset or idle; None if all are.
-        final_observations: Pairs (environment, final observation), one for each episode that this step ended. In tensor
-            environments only for truncated episodes, with None if the environments do not return it.
+        final_observations: Pairs (environment, final observation), one for each episode that this step ended. In the
+            training environments of tensors only for truncated episodes. None: tensor environments do not return it.
         infos: Gymnasium's vector `info`.
         failed: Environments that failed and were replaced in this step. The step is not `valid` for them: their episode
             ended one step earlier, and `observations` has the first observation of the next episode.

@@ -31,7 +31,7 @@ from lightning_rl.environments.registry import (
 )
 from lightning_rl.environments.rendering import Camera, check_renders, prepare_rendering, steps_per_second
 from lightning_rl.environments.spec import WRAPPERS, EnvironmentSpec
-from lightning_rl.environments.tensor_batch import AsArrays, TensorEnvironments
+from lightning_rl.environments.tensor_batch import TensorEnvironments
 from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.environments.wrappers.action_mask import ReadMasks
 from lightning_rl.environments.wrappers.action_repeat import (
@@ -60,7 +60,7 @@ Seed = list[int] | np.ndarray[Any, Any] | int | None
 
 
 def make_environments(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> EnvironmentBatch:
-    """Make `num_envs` environments. Only the training environments of the backend `torch` are `TensorEnvironments`.
+    """Make `num_envs` environments; those of the backend `torch` are `TensorEnvironments`.
 
     Args:
         spec: The environment and its options.
@@ -112,13 +112,7 @@ def _make_vectorized(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> 
     make = make_envpool if spec.backend == "envpool" else make_native
     env, atari, reset_seed = make(spec, num_envs, seeds)
     _, wrappers = _split_wrappers(spec)
-    env = _wrapped(env, wrappers)
-    if spec.backend == "torch":
-        if not spec.evaluation:
-            spec.check_tensors()
-            return TensorEnvironments(env, seeds[0], spec.reward_transform, bool(wrappers))
-        env = AsArrays(env)
-    return _batch(spec, env, bool(wrappers), seeds, reset_seed, atari)
+    return _batch(spec, _wrapped(env, wrappers), bool(wrappers), seeds, reset_seed, atari)
 
 
 def _batch(
@@ -129,8 +123,11 @@ def _batch(
     reset_seed: Seed,
     atari: AtariPreprocessing | None,
 ) -> EnvironmentBatch:
-    histories, read_repeats = spec.histories(env, _clips(atari)), _repeat_reader(spec, atari)
     transform = None if spec.evaluation else spec.reward_transform
+    if spec.backend == "torch":
+        spec.check_tensors()
+        return TensorEnvironments(env, seeds[0], transform, spec.evaluation, is_wrapped)
+    histories, read_repeats = spec.histories(env, _clips(atari)), _repeat_reader(spec, atari)
     return EnvironmentBatch(env, seeds, reset_seed, histories, read_repeats, transform, spec.evaluation, is_wrapped)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
 
 from lightning_rl.environments.batch import EnvironmentBatch, Step, check_values, to_array
-from lightning_rl.environments.contract import EnvironmentFailure, Unexpected, autoreset_mode
+from lightning_rl.environments.contract import EnvironmentFailure, Unexpected
 from lightning_rl.environments.wrappers.transforms import RewardTransform
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
 from lightning_rl.validation import check
@@ -29,6 +29,7 @@ class TensorEnvironments(EnvironmentBatch):
             `info["final_obs"]`, if present, has the observations `[B, ...]` before resets.
         seed: Seed of its random generator.
         transform: Scales and clips the rewards, `[B]`.
+        evaluation: As in `EnvironmentBatch`. Evaluation steps have the final observations of all episodes.
         is_wrapped: As in `EnvironmentBatch`.
     """
 
@@ -39,10 +40,12 @@ class TensorEnvironments(EnvironmentBatch):
         env: VectorEnv[Any, Any, Any],
         seed: int,
         transform: RewardTransform | None = None,
+        evaluation: bool = False,
         is_wrapped: bool = False,
     ) -> None:
-        super().__init__(env, [seed], seed, transform=transform, is_wrapped=is_wrapped)
+        super().__init__(env, [seed], seed, transform=transform, evaluation=evaluation, is_wrapped=is_wrapped)
         self.seed = seed
+        self._evaluates = evaluation
         self._not_finite: Tensor | None = None
         self._advance = _advance
 
@@ -77,7 +80,8 @@ class TensorEnvironments(EnvironmentBatch):
         if self.mode is AutoresetMode.NEXT_STEP:
             self._resets_next = ended
         reached = infos.get("final_obs") if self.mode is AutoresetMode.SAME_STEP else observations
-        finals = self._finals(cut, reached, bad) if bool(cut.any()) else []
+        due = ended if self._evaluates else cut
+        finals = self._finals(due, reached, bad) if bool(due.any()) else []
         if self.mode is AutoresetMode.DISABLED and bool(ended.any()):
             # These may be the environment's own tensors, which its reset clears.
             rewards, terminated, truncated = rewards.clone(), terminated.clone(), truncated.clone()
@@ -91,9 +95,9 @@ class TensorEnvironments(EnvironmentBatch):
         self._not_finite = bad if self._not_finite is None else self._not_finite | bad
         return Step(observations, rewards, terminated, truncated, valid, finals, infos)
 
-    def _finals(self, cut: Tensor, reached: Nested | None, bad: Tensor) -> list[tuple[int, Nested | None]]:
-        """Return the final observations of truncated episodes, `cut`, and mark rows that are not finite in `bad`."""
-        indices = cut.nonzero().flatten()
+    def _finals(self, which: Tensor, reached: Nested | None, bad: Tensor) -> list[tuple[int, Nested | None]]:
+        """Return the final observations of the episodes in the mask `which`, and mark those not finite in `bad`."""
+        indices = which.nonzero().flatten()
         if reached is None:
             return [(index, None) for index in indices.tolist()]
         with self._named("step"):
@@ -111,7 +115,8 @@ class TensorEnvironments(EnvironmentBatch):
         if bad is not None and bool(bad.any()):
             indices = bad.nonzero().flatten().tolist()
             shown = ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
-            raise EnvironmentFailure(f"environment {shown} returned an observation or reward that is NaN or infinite")
+            who = f"{self._role}environment {shown}"
+            raise EnvironmentFailure(f"{who} returned an observation or reward that is NaN or infinite")
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[np.ndarray[Any, Any], Nested] | None:
         restored = super().load_state_dict(state)
@@ -152,34 +157,3 @@ def _advance(
 def _rows_not_finite(x: Tensor) -> Tensor | bool:
     """Return which rows of `x`, `[N, ...]`, have an entry that is NaN or infinite, `[N]`; False for integers."""
     return ~torch.isfinite(x).reshape(len(x), -1).all(1) if x.is_floating_point() else False
-
-
-# No type arguments: VectorWrapper takes none before Gymnasium 1.4.
-class AsArrays(VectorWrapper):
-    """Converts the tensors of a vector environment to arrays, for evaluation.
-
-    In `SAME_STEP` mode without `info["final_obs"]`, the observation before the last step counts as the final one.
-    """
-
-    _observations: Nested
-
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        if options and "reset_mask" in options:
-            options = {**options, "reset_mask": self._to_tensor(np.asarray(options["reset_mask"]))}
-        self._observations, infos = self.env.reset(seed=seed, options=options)
-        _check_tensors(self.env, self._observations)
-        return map_leaves(to_array, self._observations), infos
-
-    def step(self, actions: Any) -> Any:
-        before = self._observations
-        same_step = autoreset_mode(self.env) is AutoresetMode.SAME_STEP
-        if same_step:
-            before = map_leaves(to_array, map_leaves(torch.clone, before))  # may be overwritten
-        observations, rewards, terminated, truncated, infos = self.env.step(map_leaves(self._to_tensor, actions))
-        self._observations = observations
-        if same_step:
-            infos = {**infos, "final_obs": map_leaves(to_array, infos.get("final_obs", before))}
-        return *(map_leaves(to_array, x) for x in (observations, rewards, terminated, truncated)), infos
-
-    def _to_tensor(self, x: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(x).to(first_leaf(self._observations).device)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_rl import PPO
 from lightning_rl.data.collector import Collector
+from lightning_rl.data.evaluation import run_episodes
 from lightning_rl.environments import (
     EnvConfig,
     EnvironmentBatch,
@@ -18,13 +19,12 @@ from lightning_rl.environments import (
     EnvironmentSpec,
     TensorEnvironments,
 )
-from lightning_rl.environments.tensor_batch import AsArrays
 from lightning_rl.nested import map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.interface import tensor_conversion, to_environment
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import Recorder, make_data, make_model, make_trainer
-from tests.torch_environments import ID, MASKED_ID, Reach
+from tests.torch_environments import ID, MASKED_ID, AsArrays, Reach
 
 MODES = [mode.value for mode in AutoresetMode]
 FIELDS = (
@@ -317,6 +317,31 @@ def test_evaluation_works_without_final_observations():
         assert (other.length, other.episode_return) == (told.length, told.episode_return)
         np.testing.assert_array_equal(other.observations[:-1], told.observations[:-1])
         np.testing.assert_array_equal(other.observations[-1], told.observations[-2])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("noise", [-2.0, 1.0])  # the noise lets most episodes terminate
+def test_episodes_of_tensors_equal_episodes_of_arrays(mode, noise):
+    torch.manual_seed(0)
+    policy = ActorCritic(Reach().single_observation_space, Reach().single_action_space, initial_log_std=noise)
+    tensors = TensorEnvironments(Reach(3, mode=mode), 5, evaluation=True)
+    arrays = EnvironmentBatch(AsArrays(Reach(3, mode=mode)), [5, 6, 7], 5)
+    own, others = (
+        run_episodes(batch, policy, [3, 1, 2], torch.Generator().manual_seed(1), deterministic=False, record=True)
+        for batch in (tensors, arrays)
+    )
+    assert len(own) == 6
+    for episode, other in zip(own, others, strict=True):
+        assert (episode.length, episode.terminated) == (other.length, other.terminated)
+        assert episode.episode_return == pytest.approx(other.episode_return, rel=1e-6)
+        for name in ("observations", "actions", "rewards"):
+            np.testing.assert_array_equal(getattr(episode, name), getattr(other, name), strict=name != "rewards")
+
+
+def test_non_finite_reward_of_an_evaluation_names_the_environment():
+    data = make_data(ID, backend="torch", env={"kwargs": {"spoil_at": 5}})
+    with pytest.raises(EnvironmentFailure, match=r"^evaluation environment 1 returned an observation or reward that"):
+        make_trainer(limit_val_batches=1).validate(make_model(data), data, verbose=False)
 
 
 def test_a_run_trains_evaluates_and_learns():
