@@ -37,7 +37,7 @@ from lightning_rl.environments import (
     EnvOptions,
     FilmMaker,
     Spaces,
-    check_filmable,
+    make_environments,
     spaces_of,
 )
 from lightning_rl.environments.contract import EVALUATION, FILMING, TESTING
@@ -551,12 +551,12 @@ class RolloutDataModule(LightningDataModule):
     def check_filmable(self, env_kwargs: dict[str, Any] | None = None) -> None:
         """Render one frame of an environment with `env_kwargs` for its constructor, or raise a `ConfigurationError`."""
         spec = self.eval_spec.for_filming(env_kwargs)
-        check_filmable(spec)
-        if self.eval_spec.backend == "native" and (found := spaces_of(spec)) != self._spaces:
-            raise ConfigurationError(
-                f"backend='native': single environments of {spec.env_id}, which are filmed, have other spaces: "
-                f"expected {self._spaces[:2]}, found {found[:2]}"
-            )
+        with contextlib.closing(make_environments(spec, 1, [0])) as environments:
+            pool: Any = environments.env.unwrapped
+            pool.call("check_renders")
+        found, own = (environments.single_observation_space, environments.single_action_space), self._spaces[:2]
+        expected = f"{own}, as without filming; backend='native' films single environments"
+        check(found == own, f"env_id={spec.env_id!r}: spaces", found, expected)
 
     def film(self, films: FilmMaker, num_episodes: int, env_kwargs: dict[str, Any] | None = None) -> list[Episode]:
         """Play and film episodes with the current policy: the same episodes each time, with separate seeds.

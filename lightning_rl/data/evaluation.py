@@ -18,7 +18,6 @@ from lightning_rl.environments import (
     EnvironmentFailure,
     EnvironmentSpec,
     FilmMaker,
-    cameras,
     make_environments,
 )
 from lightning_rl.environments.batch import to_array
@@ -162,9 +161,9 @@ class Evaluator:
             self.environments = make_environments(self.spec, num_envs, seeds)
         shares = [len(numbers[index::num_envs]) for index in range(num_envs)]
         if self.films is not None:
+            pool: Any = self.environments.env.unwrapped
             number = iter(numbers)
-            for camera, share in zip(cameras(self.environments.env), shares, strict=True):
-                camera.begin(self.films, itertools.islice(number, share))
+            pool.call_each("film", [(self.films, itertools.islice(number, share)) for share in shares])
         generator = torch.Generator(device).manual_seed(derive_seed(*path))
         return run_episodes(self.environments, policy, shares, generator, **options)
 

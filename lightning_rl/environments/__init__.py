@@ -3,8 +3,8 @@
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.batch import EnvironmentBatch, Step
 from lightning_rl.environments.contract import EnvironmentFailure
-from lightning_rl.environments.make import Spaces, check_filmable, make_environments, spaces_of
-from lightning_rl.environments.rendering import FilmMaker, cameras
+from lightning_rl.environments.make import Spaces, make_environments, spaces_of
+from lightning_rl.environments.rendering import FilmMaker
 from lightning_rl.environments.spec import Backend, EnvConfig, EnvironmentSpec, EnvOptions
 from lightning_rl.environments.tensor_batch import TensorEnvironments
 from lightning_rl.environments.wrappers.transforms import (
@@ -28,8 +28,6 @@ __all__ = [
     "Step",
     "TensorEnvironments",
     "TerminationAsTruncation",
-    "cameras",
-    "check_filmable",
     "make_environments",
     "spaces_of",
 ]

@@ -29,7 +29,7 @@ from lightning_rl.environments.registry import (
     unknown_id,
     working_versions,
 )
-from lightning_rl.environments.rendering import Camera, check_renders, prepare_rendering, steps_per_second
+from lightning_rl.environments.rendering import Camera, prepare_rendering, steps_per_second
 from lightning_rl.environments.spec import WRAPPERS, EnvironmentSpec
 from lightning_rl.environments.tensor_batch import TensorEnvironments
 from lightning_rl.environments.workers import WorkerPool
@@ -89,6 +89,8 @@ def _make(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> Environment
     if spec.backend in ("native", "torch", "envpool"):
         return _make_vectorized(spec, num_envs, seeds)
     gym_spec = find_spec(spec.env_id)
+    expected = "one that registers single environments: vectorized environments cannot be filmed"
+    check(gym_spec.entry_point is not None or not spec.filmed, "env_id", spec.env_id, expected)
     expected = f"native (--data.backend native), or torch: {spec.env_id} registers only vectorized environments"
     check(gym_spec.entry_point is not None, "backend", spec.backend, expected)
     atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
@@ -264,20 +266,6 @@ def _make_wrapped(spec: EnvironmentSpec, gym_spec: EnvSpec) -> gymnasium.Env[Any
         clips = _clips(atari)
         env = LearnedActionRepeat(env, repeat.max, repeat.gamma, frames, spec.evaluation, clips, counts_all)
     return env if spec.env.action_mask is None else ReadMasks(env, spec.env.action_mask)
-
-
-def check_filmable(spec: EnvironmentSpec) -> None:
-    """Render one frame of an environment of `EnvironmentSpec.for_filming`, or raise a `ConfigurationError`."""
-    import_modules(spec.env.imports)
-    gym_spec = find_spec(spec.env_id)
-    expected = "one that registers single environments: vectorized environments cannot be filmed"
-    check(gym_spec.entry_point is not None, "env_id", spec.env_id, expected)
-    prepare_rendering()
-    env = make_single(spec, gym_spec)
-    try:
-        check_renders(gym_spec, env)
-    finally:
-        env.close()
 
 
 def _clips(atari: AtariPreprocessing | None) -> RewardTransform | None:

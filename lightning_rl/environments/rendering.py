@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
-from gymnasium.envs.registration import EnvSpec
 
 from lightning_rl.environments.contract import summary
 from lightning_rl.validation import ConfigurationError, check, how_to_install
@@ -48,9 +47,32 @@ class Camera(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._film: Any = None
         self._step = 0
 
-    def begin(self, maker: FilmMaker, numbers: Iterable[int]) -> None:
+    def film(self, maker: FilmMaker, numbers: Iterable[int]) -> None:
         """Record the next episodes, which have these numbers."""
         self._maker, self._numbers = maker, deque(numbers)
+
+    def check_renders(self) -> None:
+        """Render one frame; raise a `ConfigurationError` that says what to install or to set if this fails."""
+        spec, modes = self.unwrapped.spec, self.env.metadata.get("render_modes") or []
+        assert spec is not None
+        if "rgb_array" not in modes:
+            raise ConfigurationError(
+                f"{spec.id} cannot be filmed: expected an environment with the render mode 'rgb_array', it has {modes}"
+            )
+        try:
+            self.env.reset(seed=0)
+            take_picture(self.env)
+        except ConfigurationError:
+            raise
+        except (Exception, SystemExit) as error:
+            if isinstance(error, gymnasium.error.DependencyNotInstalled | ImportError) and "pygame" in str(error):
+                raise ConfigurationError(
+                    f"{spec.id} is drawn by pygame, which is not installed: {how_to_install('video')}"
+                ) from error
+            what = f"{spec.id} cannot be drawn on this machine ({summary(error)})"
+            if "mujoco" in str(spec.entry_point).lower():
+                what += f" with MUJOCO_GL={os.environ.get('MUJOCO_GL')!r}: expected {_MUJOCO_HINT}"
+            raise ConfigurationError(what) from error
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:  # the arguments of `Env.reset`
         result = self.env.reset(**kwargs)
@@ -83,14 +105,6 @@ class Camera(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._film = None
 
 
-def cameras(env: Any) -> Iterator[Camera]:  # a SyncVectorEnv with its wrappers
-    """Yield the camera of each environment."""
-    for single in env.unwrapped.envs:
-        while not isinstance(single, Camera):
-            single = single.env
-        yield single
-
-
 def steps_per_second(env: gymnasium.Env[Any, Any], is_atari: bool, frames_per_step: int) -> float:
     """Return the number of steps per second of simulated time, which is 30 unless the environment defines it."""
     frames = _ATARI_FPS if is_atari else env.metadata.get("render_fps") or _MAX_FPS
@@ -103,29 +117,6 @@ def prepare_rendering() -> None:
     if sys.platform == "linux" and not has_display:
         os.environ.setdefault("MUJOCO_GL", "egl")
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-
-
-def check_renders(spec: EnvSpec, env: gymnasium.Env[Any, Any]) -> None:
-    """Render one frame; raise a `ConfigurationError` that says what to install or to set if this fails."""
-    modes = env.metadata.get("render_modes") or []
-    if "rgb_array" not in modes:
-        raise ConfigurationError(
-            f"{spec.id} cannot be filmed: expected an environment with the render mode 'rgb_array', it has {modes}"
-        )
-    try:
-        env.reset(seed=0)
-        take_picture(env)
-    except ConfigurationError:
-        raise
-    except (Exception, SystemExit) as error:
-        if isinstance(error, gymnasium.error.DependencyNotInstalled | ImportError) and "pygame" in str(error):
-            raise ConfigurationError(
-                f"{spec.id} is drawn by pygame, which is not installed: {how_to_install('video')}"
-            ) from error
-        what = f"{spec.id} cannot be drawn on this machine ({summary(error)})"
-        if "mujoco" in str(spec.entry_point).lower():
-            what += f" with MUJOCO_GL={os.environ.get('MUJOCO_GL')!r}: expected {_MUJOCO_HINT}"
-        raise ConfigurationError(what) from error
 
 
 def take_picture(env: gymnasium.Env[Any, Any]) -> np.ndarray[Any, Any]:

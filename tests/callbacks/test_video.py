@@ -24,7 +24,7 @@ from lightning_rl import EpisodeRecorder, RecordedEpisodes, VideoRecorder, load_
 from lightning_rl.callbacks.video import BoundedGif, VideoFile, show_video
 from lightning_rl.cli.main import main
 from lightning_rl.environments import rendering
-from lightning_rl.environments.rendering import check_renders, prepare_rendering
+from lightning_rl.environments.rendering import Camera, prepare_rendering
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 
@@ -220,14 +220,15 @@ def test_what_mujoco_lacks_is_named(monkeypatch):
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
     prepare_rendering()
     assert os.environ["MUJOCO_GL"] == "osmesa"  # the user's choice
-    spec = EnvSpec("Hopper-v5", entry_point="gymnasium.envs.mujoco.hopper_v5:HopperEnv")
+    env = Drawn()
+    env.spec = EnvSpec("Hopper-v5", entry_point="gymnasium.envs.mujoco.hopper_v5:HopperEnv")
 
     def fail() -> None:
         raise AttributeError("glGetError")
 
-    env: Any = SimpleNamespace(metadata={"render_modes": ["rgb_array"]}, reset=lambda seed: None, render=fail)
+    monkeypatch.setattr(env, "render", fail)
     with pytest.raises(ConfigurationError, match=r"glGetError\) with MUJOCO_GL='osmesa'.*apt install libosmesa6"):
-        check_renders(spec, env)
+        Camera(env, 30).check_renders()
 
 
 def test_without_pygame_the_extra_that_brings_it_is_named(tmp_path, monkeypatch):
