@@ -86,8 +86,22 @@ def make_environments(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) ->
 
 def _make(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> EnvironmentBatch:
     import_modules(spec.env.imports)
-    if spec.backend in ("native", "torch", "envpool"):
-        return _make_vectorized(spec, num_envs, seeds)
+    _, wrappers = _split_wrappers(spec)
+    make = {"sync": make_pool, "async": make_pool, "envpool": make_envpool}.get(spec.backend, make_native)
+    made, atari, reset_seed = make(spec, num_envs, seeds)
+    env, is_wrapped = _wrapped(made, wrappers), bool(wrappers)
+    transform = None if spec.evaluation else spec.reward_transform
+    if spec.backend == "torch":
+        spec.check_tensors()
+        return TensorEnvironments(env, seeds[0], transform, spec.evaluation, is_wrapped)
+    histories, read_repeats = spec.histories(env, _clips(atari)), _repeat_reader(spec, atari)
+    return EnvironmentBatch(env, seeds, reset_seed, histories, read_repeats, transform, spec.evaluation, is_wrapped)
+
+
+def make_pool(
+    spec: EnvironmentSpec, num_envs: int, seeds: list[int]
+) -> tuple[VectorEnv[Any, Any, Any], AtariPreprocessing | None, Seed]:
+    """Return a vector environment of single environments, the options of an Atari game, and the seeds."""
     gym_spec = find_spec(spec.env_id)
     expected = "one that registers single environments: vectorized environments cannot be filmed"
     check(gym_spec.entry_point is not None or not spec.filmed, "env_id", spec.env_id, expected)
@@ -96,41 +110,14 @@ def _make(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> Environment
     atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
     if spec.filmed:
         prepare_rendering()
-    _, wrappers = _split_wrappers(spec)
     factories = [functools.partial(make_single, spec, gym_spec, index) for index in range(num_envs)]
-    env: VectorEnv[Any, Any, Any]
     if spec.backend == "sync":
-        env = LocalVectorEnv(factories)
-    else:
-        timeout = spec.env.step_timeout or DEFAULT_STEP_TIMEOUT
-        try:
-            env = WorkerPool(factories, timeout, spec.env.on_failure == "restart")
-        except WorkerFailure as error:
-            raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
-    return _batch(spec, _wrapped(env, wrappers), bool(wrappers), seeds, seeds, atari)
-
-
-def _make_vectorized(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> EnvironmentBatch:
-    make = make_envpool if spec.backend == "envpool" else make_native
-    env, atari, reset_seed = make(spec, num_envs, seeds)
-    _, wrappers = _split_wrappers(spec)
-    return _batch(spec, _wrapped(env, wrappers), bool(wrappers), seeds, reset_seed, atari)
-
-
-def _batch(
-    spec: EnvironmentSpec,
-    env: Any,
-    is_wrapped: bool,
-    seeds: list[int],
-    reset_seed: Seed,
-    atari: AtariPreprocessing | None,
-) -> EnvironmentBatch:
-    transform = None if spec.evaluation else spec.reward_transform
-    if spec.backend == "torch":
-        spec.check_tensors()
-        return TensorEnvironments(env, seeds[0], transform, spec.evaluation, is_wrapped)
-    histories, read_repeats = spec.histories(env, _clips(atari)), _repeat_reader(spec, atari)
-    return EnvironmentBatch(env, seeds, reset_seed, histories, read_repeats, transform, spec.evaluation, is_wrapped)
+        return LocalVectorEnv(factories), atari, seeds
+    timeout = spec.env.step_timeout or DEFAULT_STEP_TIMEOUT
+    try:
+        return WorkerPool(factories, timeout, spec.env.on_failure == "restart"), atari, seeds
+    except WorkerFailure as error:
+        raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
 
 
 def make_native(
