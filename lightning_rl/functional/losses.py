@@ -293,7 +293,7 @@ def vmpo_policy_loss(
         weights: Weights > 0 of the rows, `[N]`; ψ is proportional to weight · exp(A / η). None for equal weights.
     """
     check.same_shape(log_probs=log_probs, advantages=advantages)
-    psi = torch.softmax(_logits(advantages, temperature.detach(), weights), dim=0)
+    psi = torch.softmax(_logits(advantages, temperature, weights), dim=0).detach()
     return -(psi * log_probs).sum()
 
 
@@ -303,7 +303,7 @@ def vmpo_temperature_loss(
     """Return the temperature loss η ε + η log mean exp(A / η), minimal at KL(ψ || uniform) = ε (eq. 4); 0 for no rows.
 
     Args:
-        advantages: Advantages of the better half, `[N]`, detached: they would get a gradient.
+        advantages: Advantages of the better half, `[N]`; constants.
         temperature: Temperature η > 0, a scalar.
         epsilon: Bound ε_η of KL(ψ || uniform), in nats.
         weights: Weights > 0 of the rows in the mean, `[N]`. None for equal weights.
@@ -311,6 +311,7 @@ def vmpo_temperature_loss(
     check.not_negative(epsilon=epsilon)
     if len(advantages) == 0:  # a rank may have no row of a minibatch
         return 0 * temperature
+    advantages = advantages.detach()
     return temperature * (epsilon + torch.logsumexp(_logits(advantages, temperature, weights), dim=0)) + advantages[0]
 
 

@@ -43,6 +43,14 @@ def test_policy_loss_equals_a_loop():
     assert two.item() == pytest.approx(0.25 + 1.5)
 
 
+def test_advantages_are_constants():
+    values, eta = torch.zeros(5, dtype=torch.float64, requires_grad=True), scalar(0.7)
+    log_probs, advantages = LOG_PROBS.clone().requires_grad_(), ADVANTAGES - values
+    (vmpo_policy_loss(log_probs, advantages, eta) + vmpo_temperature_loss(advantages, eta, 0.1)).backward()
+    assert values.grad is None
+    assert log_probs.grad is not None and eta.grad is not None
+
+
 def test_weights_equal_repeated_rows():
     again = [0, 1, 1, 1, 2, 2, 3, 4, 4]
     eta = torch.tensor(0.7, dtype=torch.float64)
