@@ -131,6 +131,16 @@ def test_networks_with_frozen_parameters_are_compiled(uncompiled):
     assert_alike(model, other, 1e-5)
 
 
+def test_limits_of_the_standard_deviation_are_compiled(monkeypatch):
+    """The compiler traces the programs, but they run without one. About half of the deviations exceed the limit."""
+    torch.compiler.reset()
+    monkeypatch.setattr(fast.programs, "Compiled", lambda f, *_: torch.compile(f, backend="eager", fullgraph=True))
+    limited = {"action_distribution": {"kind": "gaussian", "std": "state_dependent", "max_std": 1.0}}
+    model, other = (learn(CONTINUOUS, policy=limited, fast_paths=fast_paths) for fast_paths in ("compiled", "none"))
+    assert not model.steps.engine.failed
+    assert_alike(model, other)
+
+
 def test_non_finite_updates_are_skipped(uncompiled):
     class Spoiled(PPO):
         def batch(self, rollout: Any, **per_step: Any) -> Any:

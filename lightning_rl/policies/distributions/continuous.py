@@ -254,10 +254,13 @@ class _Limit(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:  # PyTorch's
-        ctx.save_for_backward(x)
-        ctx.limits = low, high
+    def forward(x: Tensor, low: float, high: float) -> Tensor:
         return x.clamp(low, high)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.limits = inputs[1:]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -265,6 +268,14 @@ class _Limit(torch.autograd.Function):
         # Gradient descent increases x where the gradient is negative.
         leads_out = ((x < low) & (gradient > 0)) | ((x > high) & (gradient < 0))
         return torch.where(leads_out, 0, gradient), None, None
+
+
+def _limit(x: Tensor, low: float, high: float) -> Tensor:
+    return _Limit.apply(x, low, high)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# Otherwise the compiled engine cannot trace the captured graph a second time.
+torch.compiler.allow_in_graph(_limit)  # type: ignore[no-untyped-call]
 
 
 class _GaussianHead(nn.Module):
@@ -327,7 +338,7 @@ class _GaussianHead(nn.Module):
             std = softplus(at_least_float32(raw))
             raw = std.clamp(min=torch.finfo(std.dtype).tiny).log()
         is_limited = any(map(math.isfinite, self.log_limits))
-        return _Limit.apply(raw, *self.log_limits) if is_limited else raw  # type: ignore[no-any-return, no-untyped-call]
+        return _limit(raw, *self.log_limits) if is_limited else raw
 
 
 class GaussianHead(_GaussianHead):
