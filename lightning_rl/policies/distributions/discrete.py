@@ -33,7 +33,7 @@ class _OfLogits(Distribution):
 
 
 class Categorical(_OfLogits):
-    """A choice between `n` actions with unnormalized log-probabilities `[..., n]`."""
+    """A choice between `n` actions with unnormalized log-probabilities `[..., n]`, finite: -1e9 excludes a choice."""
 
     _log_probs: Tensor | None = None
 
