@@ -13,6 +13,13 @@ def same_shape(**tensors: Tensor) -> None:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, {expected}")
 
 
+def one_dimension(**tensors: Tensor) -> None:
+    """Raise a `ValueError` unless all tensors are `[N]`."""
+    for name, tensor in tensors.items():
+        if tensor.ndim != 1:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, expected [N]: flatten time and batch")
+
+
 def broadcasts(like: Tensor, **coefficients: Tensor | float) -> None:
     """Raise a `ValueError` unless each coefficient is a scalar or broadcasts to `like` with as many dimensions.
 

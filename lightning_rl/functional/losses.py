@@ -271,9 +271,9 @@ def squared_norm(weights: list[Tensor] | list[nn.Parameter]) -> Tensor:
 def better_half(advantages: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the indices of the half of the rows, rounded up, with the largest advantages, in decreasing order.
 
-    Advantages and weights are `[N]`. Rows of weight 0 are excluded before the split; other weights have no effect.
-    Counting these rows waits for the device.
+    Both are `[N]`. Rows of weight 0 are excluded first, which waits for the device; other weights have no effect.
     """
+    check.one_dimension(advantages=advantages)
     if weights is None:
         return advantages.topk((len(advantages) + 1) // 2).indices
     check.same_shape(advantages=advantages, weights=weights)
@@ -293,6 +293,7 @@ def vmpo_policy_loss(
         weights: Weights > 0 of the rows, `[N]`; ψ is proportional to weight · exp(A / η). None for equal weights.
     """
     check.same_shape(log_probs=log_probs, advantages=advantages)
+    check.one_dimension(advantages=advantages)
     psi = torch.softmax(_logits(advantages, temperature, weights), dim=0).detach()
     return -(psi * log_probs).sum()
 
@@ -308,6 +309,7 @@ def vmpo_temperature_loss(
         epsilon: Bound ε_η of KL(ψ || uniform), in nats.
         weights: Weights > 0 of the rows in the mean, `[N]`. None for equal weights.
     """
+    check.one_dimension(advantages=advantages)
     check.not_negative(epsilon=epsilon)
     if len(advantages) == 0:  # a rank may have no row of a minibatch
         return 0 * temperature

@@ -118,6 +118,14 @@ def test_shapes_that_differ_and_negative_bounds_are_errors():
     ):
         with pytest.raises(ValueError, match=r"weights has shape \[4\], expected \[5\] like advantages"):
             function(WEIGHTS[:4])
+    unflattened = torch.zeros(4, 2)  # a softmax over time only would give each environment weights that add up to 1
+    for function in (
+        better_half,
+        lambda advantages: vmpo_policy_loss(advantages, advantages, eta),
+        lambda advantages: vmpo_temperature_loss(advantages, eta, 0.1),
+    ):
+        with pytest.raises(ValueError, match=r"advantages has shape \[4, 2\], expected \[N\]: flatten"):
+            function(unflattened)
     with pytest.raises(ValueError, match="epsilon is -1, expected a number >= 0"):
         vmpo_temperature_loss(ADVANTAGES, eta, -1)
     with pytest.raises(ValueError, match="epsilon is -1, expected a number >= 0"):
