@@ -40,10 +40,10 @@ def not_negative(**numbers: Tensor | float | None) -> None:
             raise ValueError(f"{name} is {number}, expected a number >= 0")
 
 
-def clip_range(like: Tensor, clip_range: Tensor | float) -> None:
-    """Raise a `ValueError` unless `clip_range` broadcasts to `like` and is not negative."""
-    broadcasts(like, clip_range=clip_range)
-    not_negative(clip_range=clip_range)
+def clip_ranges(like: Tensor, **ranges: Tensor | float) -> None:
+    """Raise a `ValueError` unless each range broadcasts to `like` and is not negative."""
+    broadcasts(like, **ranges)
+    not_negative(**ranges)
 
 
 def computation_dtype(*arguments: Tensor | float | None) -> torch.dtype:

@@ -32,6 +32,7 @@ def clipped_surrogate_loss(log_ratios: Tensor, advantages: Tensor, clip_range: T
         >>> clipped_surrogate_loss(torch.tensor([1.5, 0.5]).log(), torch.tensor([2.0, 2.0]), 0.2)
         tensor([-2.4000, -1.0000])
     """
+    check.clip_ranges(log_ratios, clip_range=clip_range)
     return dual_clipped_surrogate_loss(log_ratios, advantages, clip_range, clip_range)
 
 
@@ -61,8 +62,7 @@ def dual_clipped_surrogate_loss(
         tensor([-2.6000,  1.6000,  6.0000])
     """
     check.same_shape(log_ratios=log_ratios, advantages=advantages)
-    check.clip_range(log_ratios, clip_range_low)
-    check.clip_range(log_ratios, clip_range_high)
+    check.clip_ranges(log_ratios, clip_range_low=clip_range_low, clip_range_high=clip_range_high)
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}, expected a number > 1")
     weights = -advantages.detach()
@@ -93,8 +93,7 @@ def clip_indicator(
     Clip ranges are scalars or broadcastable to `log_ratios`. `clip_range_high` is a separate one for ratios above 1.
     """
     high = clip_range if clip_range_high is None else clip_range_high
-    check.clip_range(log_ratios, clip_range)
-    check.clip_range(log_ratios, high)
+    check.clip_ranges(log_ratios, clip_range=clip_range, clip_range_high=high)
     changes = log_ratios.expm1()
     return ((changes < -clip_range) | (changes > high)).to(log_ratios.dtype)
 
@@ -148,7 +147,7 @@ def clipped_value_loss(
         huber_delta: Delta of the Huber loss. None: squared errors.
     """
     check.same_shape(values=values, targets=targets, old_values=old_values)
-    check.clip_range(values, clip_range)
+    check.clip_ranges(values, clip_range=clip_range)
     old_values = old_values.detach()
     change = values - old_values
     # Not `clamp`, as in the surrogate loss.

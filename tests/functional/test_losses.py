@@ -165,6 +165,8 @@ def test_wrong_shapes_raise_with_the_argument_name() -> None:
         ("targets", lambda: value_loss(x, column)),
         ("old_values", lambda: clipped_value_loss(x, x, column, 0.2)),
         ("clip_range", lambda: clip_indicator(x, column)),
+        ("clip_range_high", lambda: clip_indicator(x, 0.2, column)),
+        ("clip_range_low", lambda: dual_clipped_surrogate_loss(x, x, column, 0.2)),
     ]:
         with pytest.raises(ValueError, match=rf"{name} has shape \[4, 1\], expected \[4\]"):
             call()
@@ -232,7 +234,8 @@ def test_dual_clip_of_at_most_1_raises(dual_clip: float) -> None:
 
 @pytest.mark.parametrize("options", [(-0.1, 0.2), (0.2, -0.1)])
 def test_negative_ranges_and_delta_raise(options: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="expected a number >= 0"):
+    name = "clip_range_low" if options[0] < 0 else "clip_range_high"
+    with pytest.raises(ValueError, match=f"{name} is -0.1, expected a number >= 0"):
         dual_clipped_surrogate_loss(torch.zeros(2), torch.zeros(2), *options)
     with pytest.raises(ValueError, match="delta is -1"):
         huber_value_loss(torch.zeros(2), torch.zeros(2), -1)
