@@ -283,7 +283,7 @@ def better_half(advantages: Tensor, weights: Tensor | None = None) -> Tensor:
 def vmpo_policy_loss(
     log_probs: Tensor, advantages: Tensor, temperature: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the policy loss -Σ ψ log π with ψ = softmax(A / η) (eq. 3), a scalar; 0 for no rows.
+    """Return -Σ ψ log π, ψ = softmax(A / η), a scalar; 0 for no rows (Song et al., 2020, arXiv 1909.12238, eq. 3).
 
     Args:
         log_probs: Log-probabilities of the actions of the better half, `[N]`; the only argument with a gradient.
@@ -300,7 +300,7 @@ def vmpo_policy_loss(
 def vmpo_temperature_loss(
     advantages: Tensor, temperature: Tensor, epsilon: float, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the temperature loss η ε + η log mean exp(A / η), minimal at KL(ψ || uniform) = ε (eq. 4); 0 for no rows.
+    """Return η ε + η log mean exp(A / η), minimal at KL(ψ || uniform) = ε, a scalar; 0 for no rows (V-MPO, eq. 4).
 
     Args:
         advantages: Advantages of the better half, `[N]`; constants.
@@ -317,7 +317,7 @@ def vmpo_temperature_loss(
 
 
 def lagrangian(divergence: Tensor, coefficient: Tensor, epsilon: float) -> Tensor:
-    """Return α (ε - sg[KL]) + sg[α] KL, a scalar: α > 0 grows while KL > ε, and penalizes KL (eq. 5).
+    """Return α (ε - sg[KL]) + sg[α] KL, a scalar: α > 0 grows while KL > ε, and penalizes KL (V-MPO, eq. 5).
 
     `divergence` is the mean KL divergence, and `epsilon` its bound ε_α, in nats.
     """
