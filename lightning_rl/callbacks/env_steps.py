@@ -275,10 +275,12 @@ class EnvStepCheckpoint(ModelCheckpoint):
             return
         module: Any = trainer.lightning_module
         monitor = self.monitor or ""
-        if monitor.startswith("val/") and self._validated_at != env_steps_of(module):
-            return
-        if monitor.startswith("rollout/"):
+        if monitor.startswith("val/"):
+            if self._validated_at != env_steps_of(module):
+                return
+        elif monitor:
             module.metrics.show_unlogged(trainer)  # the score of these rollouts, not of those before the last log
+        if monitor.startswith("rollout/"):
             score = trainer.callback_metrics.get(monitor)
             if score is None or score.isnan():  # no episode has ended
                 return

@@ -258,6 +258,21 @@ def test_checkpoints_by_training_scores_are_those_of_their_own_rollouts(tmp_path
     assert {step: found[step] for step, _ in known} == pytest.approx(dict(known))
 
 
+def test_checkpoints_by_losses_are_those_of_their_own_updates(tmp_path):
+    class Losses(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            losses[pl_module.env_steps] = pl_module.losses["value_loss"]
+
+    losses: dict[int, float] = {}
+    by_loss = EnvStepCheckpoint(32, tmp_path, monitor="train/value_loss", mode="min")
+    logged = {"log_every_n_steps": 2}  # the values of the first rollout are not logged before the second one
+    fit(Losses(), by_loss, max_epochs=2, enable_checkpointing=True, rollouts_per_epoch=3, **logged)
+    found = {int(Path(path).stem.removeprefix("step=")): float(score) for path, score in by_loss.best_k_models.items()}
+    assert [*found] == [32, 64, 96, 128, 160, 192]
+    for step in (32, 96, 160):  # the first after each log
+        assert found[step] == pytest.approx(losses[step])
+
+
 def test_validation_by_steps_refuses_an_interval_of_time():
     with pytest.raises(ConfigurationError, match=r"val_check_interval='a time' .* a number with EnvStepValidation"):
         fit(EnvStepValidation(32), max_epochs=1, val_check_interval=timedelta(hours=1))
