@@ -1032,13 +1032,15 @@ def test_resuming_without_the_state_of_the_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [ModelCheckpoint, EnvStepCheckpoint, EarlyStopping])
-def test_misspelled_monitor_of_a_validation_is_refused_before_training(tmp_path, kind):
+def test_misspelled_monitor_is_refused_before_training(tmp_path, kind):
     given = {ModelCheckpoint: (tmp_path,), EnvStepCheckpoint: (64, tmp_path), EarlyStopping: ()}[kind]
     for monitor, expected in [
         ("val/epsiode_length", "expected val/episode_length$"),
         ("val/score", "expected val.* or val/episodes$"),
+        ("rollout/epsiode_return", "expected rollout/episode_return$"),
+        ("rollout/safety", "expected rollout.* or rollout/cost$"),
     ]:
-        data, best = make_data(), kind(*given, monitor=monitor, mode="max")
+        data, best = make_data(info_keys=["cost"]), kind(*given, monitor=monitor, mode="max")
         model, trainer = make_model(data), make_trainer(callbacks=[best], enable_checkpointing=True)
         with pytest.raises(ConfigurationError, match=f"{kind.__name__}.monitor='{monitor}' is not valid: {expected}"):
             trainer.fit(model, data)

@@ -194,12 +194,17 @@ def refuse_automatic_optimization(trainer: Trainer, model: LightningModule) -> N
 
 
 _EVALUATED = [f"val/{name}" for name in (*OF_EPISODES, "episodes")]
+_OF_ROLLOUTS = [*COLLECTED, *(f"rollout/{name}" for name in ("episodes", "env_restarts", "dropped", "actors_lost"))]
 _EVERY = re.compile(r"'every_n_train_steps': (\d{2,}|[2-9])")
 
 
 def check_callbacks(trainer: Trainer, model: Any) -> None:  # an algorithm
     """Check that checkpoint callbacks can save, and that callbacks monitor a logged value in the right direction."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    logged = {"val": _EVALUATED}
+    infos = getattr(trainer.datamodule, "info_keys", None)  # type: ignore[attr-defined]
+    if infos is not None:  # known once the Trainer has the data
+        logged["rollout"] = [*_OF_ROLLOUTS, *(f"rollout/{key}" for key in infos)]
     for callback in callbacks:
         # Lightning has no other public name for the intervals.
         key = callback.state_key if isinstance(callback, ModelCheckpoint) else ""
@@ -222,10 +227,11 @@ def check_callbacks(trainer: Trainer, model: Any) -> None:  # an algorithm
         if not isinstance(monitor, str):
             continue
         is_return = "episode_return" in monitor
-        if monitor.startswith("val/") and monitor not in _EVALUATED:
-            near = difflib.get_close_matches(monitor, _EVALUATED, 1, 0.8)
+        names = logged.get(monitor.partition("/")[0], [monitor])
+        if monitor not in names:
+            near = difflib.get_close_matches(monitor, names, 1, 0.8)
             known = all(map(_logs_known_values, (model, *callbacks)))
-            check(not known, f"{field}.monitor", monitor, " or ".join(near or _EVALUATED))
+            check(not known, f"{field}.monitor", monitor, " or ".join(near or names))
             if near:
                 rank_zero_warn(f"{type(callback).__name__}: monitor={monitor!r}; did you mean {near[0]!r}?")
         if monitor in COLLECTED and isinstance(callback, EarlyStopping):
