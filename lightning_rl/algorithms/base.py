@@ -472,7 +472,6 @@ class OnPolicyAlgorithm(LightningModule):
 
     def on_validation_start(self) -> None:
         _update_acting_policy(self)  # a checkpoint was loaded
-        self.metrics.evaluation.begin(self.env_steps)  # an exception may have ended the last evaluation
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -657,19 +656,6 @@ class OnPolicyAlgorithm(LightningModule):
             )
         return None
 
-    def on_train_epoch_start(self) -> None:
-        if not self.trainer.log_every_n_steps:  # type: ignore[attr-defined]  # no log begins a new window
-            self.metrics.begin(self.env_steps)
-
-    def on_train_epoch_end(self) -> None:
-        if self.trainer.should_stop:  # before the last checkpoint, or a resumed run would log these rollouts again
-            self.metrics.log_rest(self)
-        self.metrics.show_unlogged(self.trainer)
-
-    def on_train_end(self) -> None:
-        """Log the last values. Lightning skips this hook when a signal or exception ends the run; it can be resumed."""
-        self.metrics.log_rest(self)
-
     def log(self, *args: Any, **kwargs: Any) -> None:  # arguments of LightningModule.log
         """Log a value as `LightningModule.log` does, against environment steps; batches have equal weights."""
         super().log(*args, **kwargs | {"batch_size": kwargs.get("batch_size") or 1})
@@ -677,6 +663,8 @@ class OnPolicyAlgorithm(LightningModule):
             self.metrics.logged(self, bool(kwargs.get("on_epoch")))
 
     def validation_step(self, episodes: list[Episode], batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.metrics.evaluation.begin(self.env_steps)
         summary = EpisodeSummary([e.episode_return for e in episodes], [e.length for e in episodes])
         self.metrics.evaluation.add(summary, {}, {}, {})
 

@@ -247,6 +247,11 @@ class StepMetric(Callback):
     Callbacks log after the module, and `ModelCheckpoint` uses `step` before the module's last hook.
     """
 
+    # Here, since a subclass may override the hooks of the module without `super()`.
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if not trainer.log_every_n_steps:  # type: ignore[attr-defined]  # no log begins a new window
+            pl_module.metrics.begin(pl_module.env_steps)
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         for hook in ("setup", "on_fit_start", "on_train_start"):
             if hook not in pl_module.hooks_run:
@@ -272,9 +277,17 @@ class StepMetric(Callback):
             )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if pl_module.metrics.logs_epochs:
+        metrics = pl_module.metrics
+        if metrics.logs_epochs:
             _log_clock(pl_module)
-        pl_module.metrics.logs_epochs = False
+        metrics.logs_epochs = False
+        if trainer.should_stop:  # before the last checkpoint, or a resumed run would log these rollouts again
+            metrics.log_rest(pl_module)
+        metrics.show_unlogged(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Log the last values. Lightning skips this hook when a signal or exception ends the run; it can be resumed."""
+        pl_module.metrics.log_rest(pl_module)
 
 
 def action_saturation(policy: Any, rollout: Rollout) -> dict[str, Tensor]:

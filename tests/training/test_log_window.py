@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 
@@ -175,3 +176,39 @@ def test_monitored_values_are_current_at_every_validation():
     trainer.fit(model, data)
     assert len(set(seen)) == 2
     assert stopping.best_score == pytest.approx(min(seen))
+
+
+class OwnHooks(PPO):
+    """Overrides hooks without `super()`."""
+
+    def on_train_epoch_start(self):
+        pass
+
+    def on_train_epoch_end(self):
+        pass
+
+    def on_train_end(self):
+        pass
+
+    def on_validation_start(self):
+        pass
+
+
+@pytest.mark.parametrize("every", [0, 5])
+def test_hooks_that_a_subclass_overrides_without_super_change_no_value(every):
+    class Sees(EarlyStopping):
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: PPO) -> None:
+            seen.append({n: float(x) for n, x in trainer.callback_metrics.items() if not n.startswith("time/")})
+
+    def logged(algorithm: type[PPO]) -> list[tuple[int | None, dict[str, float]]]:
+        torch.manual_seed(0)
+        data, logger = make_data(rollouts_per_epoch=3), MemoryLogger()
+        options = {"max_epochs": 3, "limit_val_batches": 1, "log_every_n_steps": every, "logger": logger}
+        model = algorithm(data.observation_space, data.action_space)
+        make_trainer(callbacks=[Sees("train/loss")], **options).fit(model, data)
+        return values(logger)
+
+    seen: list[dict[str, float]] = []
+    expected = logged(PPO)
+    assert logged(OwnHooks) == expected
+    assert len(seen) == 6 and seen[3:] == seen[:3]
