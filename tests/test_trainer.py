@@ -760,6 +760,16 @@ def test_model_checkpoint_keeps_every_file_and_names_it_by_environment_steps(oth
         assert f"step={stored['lightning_rl']['env_steps']}.ckpt" in name
 
 
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start"])
+def test_values_logged_at_the_start_of_an_epoch_do_not_change_the_names_of_checkpoints(hook, tmp_path):
+    once = lightning_callbacks.LambdaCallback(**{hook: lambda _, pl_module: pl_module.log("mine", 1.0)})
+    logger, checkpoint = MemoryLogger(), ModelCheckpoint(tmp_path, save_top_k=-1)
+    fit(max_epochs=3, enable_checkpointing=True, callbacks=[once, checkpoint], logger=logger)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"epoch=0-step=64.ckpt", "epoch=1-step=128.ckpt", "epoch=2-step=192.ckpt"}
+    assert [step for step, _ in logger.rows("mine")] == ([64] if hook == "on_train_start" else [64, 128, 192])
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -118,6 +118,7 @@ class RolloutMetrics(LogWindow):
         self.evaluation = LogWindow()
         self.logs_steps = self.logs_epochs = False
         self.clock_will_move = self._has_warned = False
+        self.between_epochs = True  # where Lightning logs a value at the end of the epoch by default
 
     # ------------------------------------------------------------------ rollouts
 
@@ -191,7 +192,7 @@ class RolloutMetrics(LogWindow):
 
     def logged(self, model: LightningModule, on_epoch: bool) -> None:
         """Log `step` with a value that a user logs, unless the clock is about to advance."""
-        self.logs_steps, self.logs_epochs = True, self.logs_epochs or on_epoch
+        self.logs_steps, self.logs_epochs = True, self.logs_epochs or on_epoch or self.between_epochs
         if not self.clock_will_move:
             _log_clock(model)
 
@@ -257,7 +258,7 @@ class StepMetric(Callback):
             if hook not in pl_module.hooks_run:
                 name = type(pl_module).__name__
                 raise ConfigurationError(f"{name}.{hook} does not call super(), which checks and starts the run")
-        pl_module.metrics.clock_will_move = True
+        pl_module.metrics.clock_will_move, pl_module.metrics.between_epochs = True, False
         self._version = pl_module.policy_version
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
@@ -280,7 +281,7 @@ class StepMetric(Callback):
         metrics = pl_module.metrics
         if metrics.logs_epochs:
             _log_clock(pl_module)
-        metrics.logs_epochs = False
+        metrics.logs_epochs, metrics.between_epochs = False, True
         if trainer.should_stop:  # before the last checkpoint, or a resumed run would log these rollouts again
             metrics.log_rest(pl_module)
         metrics.show_unlogged(trainer)
