@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,7 @@ from lightning_rl.options import changed
 from lightning_rl.policies.actor_critic import check_modes_agree
 from lightning_rl.policies.networks.make import network_to_plain_data
 from lightning_rl.spaces import observation_dtype, space_to_dict
-from lightning_rl.training.metrics import COLLECTED, OF_EPISODES, histogram_loggers
+from lightning_rl.training.metrics import BY_GRADIENT_STEPS, COLLECTED, OF_EPISODES, histogram_loggers
 from lightning_rl.training.optimizers import (
     SCHEDULER,
     AdaptiveLearningRate,
@@ -195,7 +194,6 @@ def refuse_automatic_optimization(trainer: Trainer, model: LightningModule) -> N
 
 _EVALUATED = [f"val/{name}" for name in (*OF_EPISODES, "episodes")]
 _OF_ROLLOUTS = [*COLLECTED, *(f"rollout/{name}" for name in ("episodes", "env_restarts", "dropped", "actors_lost"))]
-_EVERY = re.compile(r"'every_n_train_steps': (\d{2,}|[2-9])")
 
 
 def check_callbacks(trainer: Trainer, model: Any) -> None:  # an algorithm
@@ -213,7 +211,7 @@ def check_callbacks(trainer: Trainer, model: Any) -> None:  # an algorithm
                 f"trainer.callbacks: {type(callback).__name__}.train_time_interval: Lightning saves nothing by time in "
                 "manual optimization; expected LastCheckpoint(train_time_interval=...), or EnvStepCheckpoint"
             )
-        if every := _EVERY.search(key):
+        if (every := BY_GRADIENT_STEPS.search(key)) and every[1] != "1":
             rank_zero_warn(
                 f"{type(callback).__name__}(every_n_train_steps={every[1]}) counts gradient steps, and saves only if "
                 f"their number is a multiple of {every[1]} at the end of a rollout; EnvStepCheckpoint counts "

@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import operator
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
 from lightning_rl.validation import ConfigurationError
 
 _CPU = torch.device("cpu")
+# In the `state_key` of a `ModelCheckpoint`; Lightning has no other public name for this interval.
+BY_GRADIENT_STEPS = re.compile(r"'every_n_train_steps': ([1-9]\d*)")
 _LARGE_SATURATION = 0.1
 # New policies have a large standard deviation, which shrinks in the first rollouts.
 _FIRST_ROLLOUTS = 10
@@ -271,6 +274,9 @@ class StepMetric(Callback):
         if metrics.logs_steps or int(trainer.callback_metrics["step"]) != env_steps:
             _log_clock(pl_module)
         metrics.logs_steps = False
+        scored = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "monitor", None)]
+        if any(BY_GRADIENT_STEPS.search(callback.state_key) for callback in scored):  # they may save now
+            metrics.show_unlogged(trainer)
         if pl_module.policy_version == self._version:
             name = type(pl_module).__name__
             raise ConfigurationError(

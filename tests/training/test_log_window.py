@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 
 from lightning_rl import PPO, EnvStepLimit, LastCheckpoint
 from lightning_rl.rollouts.rollout import EpisodeSummary
@@ -160,6 +160,19 @@ def test_monitored_values_are_current_at_every_epoch_end_without_a_log():
     # Means of two rollouts, of four, and of the one after the log.
     assert seen == pytest.approx([sum(losses.all[:2]) / 2, sum(losses.all[:4]) / 4, losses.all[5]])
     assert logger.rows("train/loss") == [(5 * 32, pytest.approx(sum(losses.all[:5]) / 5)), (6 * 32, losses.all[5])]
+
+
+def test_monitored_values_are_current_at_every_checkpoint_by_gradient_steps(tmp_path):
+    losses: dict[int, float] = {}
+    note = LambdaCallback(on_train_batch_end=lambda t, m, *_: losses.update({m.env_steps: m.losses["value_loss"]}))
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", "train/value_loss", every_n_train_steps=1, save_top_k=-1)
+    data = make_data(rollouts_per_epoch=3)
+    options = {"max_epochs": 2, "log_every_n_steps": 2, "enable_checkpointing": True}
+    make_trainer(callbacks=[note, checkpoint], **options).fit(make_model(data), data)
+    scores = {int(Path(x).stem.removeprefix("step=")): float(score) for x, score in checkpoint.best_k_models.items()}
+    assert [*scores] == [*losses] == [32, 64, 96, 128, 160, 192]
+    for step in (32, 96, 160):  # the first after each log
+        assert scores[step] == pytest.approx(losses[step])
 
 
 def test_monitored_values_are_current_at_every_validation():
