@@ -52,7 +52,7 @@ from lightning_rl.options import (
     with_changes,
 )
 from lightning_rl.policies.interface import Policy
-from lightning_rl.rollouts.rollout import Episode, Rollout
+from lightning_rl.rollouts.rollout import LOGGED, Episode, Rollout
 from lightning_rl.validation import (
     ConfigurationError,
     check,
@@ -74,11 +74,6 @@ _FASTER = {
     "async": "backend='native' or 'envpool', if they have this environment, or a num_envs of about the number of cores",
 }
 _LARGER = "a larger num_envs with a shorter rollout_length, since environments step together"
-# Names <name> of `rollout/<name>` in the log that `info_keys` must leave free.
-_LOGGED = (
-    *(f"episode_{of}{end}" for of in ("return", "length") for end in ("", "_min", "_max")),
-    *("episodes", "env_restarts", "dropped", "actors_lost"),
-)
 
 
 class OnDemandLoader(Generic[T]):
@@ -149,7 +144,7 @@ class RolloutDataModule(LightningDataModule):
             check_positive_int(name, locals()[name])
         check(seed is None or (is_int(seed) and seed >= 0), "seed", seed, "an integer of at least 0, or None")
         check_names("info_keys", info_keys, "a list of keys")
-        taken = [key for key in info_keys if key in _LOGGED]
+        taken = [key for key in info_keys if key in LOGGED]
         check(not taken, "info_keys", taken, "keys whose rollout/<key> is not logged already")
         groups = default_groups(type(self))
         self.spec = EnvironmentSpec(env_id, changed("env", groups["env"], env), backend)

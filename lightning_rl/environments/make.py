@@ -60,7 +60,7 @@ Seed = list[int] | np.ndarray[Any, Any] | int | None
 
 
 def make_environments(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> EnvironmentBatch:
-    """Make `num_envs` environments; those of the backend `torch` are `TensorEnvironments`.
+    """Make `num_envs` environments; with the backend `torch` they are `TensorEnvironments`.
 
     Args:
         spec: The environment and its options.

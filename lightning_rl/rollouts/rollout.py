@@ -34,6 +34,11 @@ class EpisodeSummary:
     lengths: Sequence[int] = ()
 
 
+OF_EPISODES = [f"episode_{name}{kind}" for name in ("return", "length") for kind in ("", "_min", "_max")]
+# Names <name> of `rollout/<name>` in the log, beside the `info_keys`.
+LOGGED = [*OF_EPISODES, "episodes", "env_restarts", "dropped", "actors_lost"]
+
+
 # A type checker accepts attributes of any name in subclasses of `SimpleNamespace`.
 class _Fields:
     def __init__(self, **fields: Any) -> None:

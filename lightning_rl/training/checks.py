@@ -36,8 +36,9 @@ from lightning_rl.nested import space_leaves
 from lightning_rl.options import changed
 from lightning_rl.policies.actor_critic import check_modes_agree
 from lightning_rl.policies.networks.make import network_to_plain_data
+from lightning_rl.rollouts.rollout import LOGGED, OF_EPISODES
 from lightning_rl.spaces import observation_dtype, space_to_dict
-from lightning_rl.training.metrics import BY_GRADIENT_STEPS, COLLECTED, OF_EPISODES, histogram_loggers
+from lightning_rl.training.metrics import BY_GRADIENT_STEPS, COLLECTED, histogram_loggers
 from lightning_rl.training.optimizers import (
     SCHEDULER,
     AdaptiveLearningRate,
@@ -193,7 +194,6 @@ def refuse_automatic_optimization(trainer: Trainer, model: LightningModule) -> N
 
 
 _EVALUATED = [f"val/{name}" for name in (*OF_EPISODES, "episodes")]
-_OF_ROLLOUTS = [*COLLECTED, *(f"rollout/{name}" for name in ("episodes", "env_restarts", "dropped", "actors_lost"))]
 
 
 def check_callbacks(trainer: Trainer, model: Any) -> None:  # an algorithm
@@ -202,7 +202,7 @@ def check_callbacks(trainer: Trainer, model: Any) -> None:  # an algorithm
     logged = {"val": _EVALUATED}
     infos = getattr(trainer.datamodule, "info_keys", None)  # type: ignore[attr-defined]
     if infos is not None:  # known once the Trainer has the data
-        logged["rollout"] = [*_OF_ROLLOUTS, *(f"rollout/{key}" for key in infos)]
+        logged["rollout"] = [f"rollout/{name}" for name in (*LOGGED, *infos)]
     for callback in callbacks:
         # Lightning has no other public name for the intervals.
         key = callback.state_key if isinstance(callback, ModelCheckpoint) else ""

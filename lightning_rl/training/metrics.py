@@ -21,7 +21,7 @@ from lightning_rl.distributed import all_reduce, exact_dtype, world_size
 from lightning_rl.nested import leaves, map_leaves, space_leaves
 from lightning_rl.policies.sharding import whole
 from lightning_rl.rollouts.batch import Batch
-from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
+from lightning_rl.rollouts.rollout import OF_EPISODES, EpisodeSummary, Rollout
 from lightning_rl.validation import ConfigurationError
 
 _CPU = torch.device("cpu")
@@ -107,7 +107,6 @@ def _add_up(sums: dict[str, list[float]], values: Mapping[str, Sequence[float]])
         sums[name] = [functools.reduce(operator.add, map(float, some), total), count + len(some)]
 
 
-OF_EPISODES = [f"episode_{name}{kind}" for name in ("return", "length") for kind in ("", "_min", "_max")]
 COLLECTED = [f"rollout/{name}" for name in OF_EPISODES]
 _IN_PROGRESS_BAR = ("rollout/episode_return", "time/steps_per_second")
 
