@@ -93,8 +93,9 @@ def _random_state() -> dict[str, Any]:
     # Reading the generators would initialize CUDA in a process that uses only the CPU.
     uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, [int(key) for key in keys], position, has_gauss, cached],
+        # PyTorch unpickles single numbers slowly.
+        "python": [version, torch.tensor(words), gauss],
+        "numpy": [kind, torch.from_numpy(np.asarray(keys, np.int64)), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if uses_cuda else [],
     }
@@ -120,8 +121,9 @@ def _restore_generators(module: Any, state: Mapping[str, Any]) -> None:
     module.generator.set_state(state["generator"].cpu())
     generators = state["random"]
     version, words, gauss = generators["python"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(tuple(generators["numpy"]))
+    random.setstate((version, tuple(words.tolist()), gauss))
+    kind, keys, *others = generators["numpy"]
+    np.random.set_state((kind, keys.cpu().numpy(), *others))
     torch.set_rng_state(generators["torch"].cpu())
     if generators["cuda"] and len(generators["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([one.cpu() for one in generators["cuda"]])

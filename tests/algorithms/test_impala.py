@@ -319,7 +319,7 @@ def test_importance_weights_are_1_when_a_rollout_arrives(algorithm, precision, b
 def test_it_learns(algorithm, env_id, memory):
     """A goal that is shown, and one that has to be remembered; chance is a mean return of 4 of 8, and of 0.5 of 1."""
     kwargs = {} if memory else {"action_space": {"type": "Discrete", "n": 2, "start": 0}}
-    data = make_data(env_id, env={"kwargs": kwargs}, num_envs=16, rollout_length=12, rollouts_per_epoch=120)
+    data = make_data(env_id, env={"kwargs": kwargs}, num_envs=16, rollout_length=12, rollouts_per_epoch=60)
     torch.manual_seed(0)
     model = algorithm(
         data.observation_space,

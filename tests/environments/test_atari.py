@@ -65,8 +65,8 @@ def test_usual_preprocessing_gives_four_84_by_84_frames():
 def test_observations_equal_a_game_that_renders_every_frame(grayscale):
     wrapped = {"noop_max": 0, "frame_skip": 4, "grayscale_obs": grayscale}
     kwargs = {"frameskip": 1, "repeat_action_probability": 0.0, "obs_type": "rgb"}
-    pictures = gymnasium.wrappers.AtariPreprocessing(gymnasium.make(BREAKOUT, **kwargs), **wrapped)
     ours = game(frame_stack=1, grayscale=grayscale, fire_on_reset=False, clip_rewards=False, episodic_life=False)
+    pictures = gymnasium.wrappers.AtariPreprocessing(gymnasium.make(BREAKOUT, **kwargs), **wrapped)
     assert ours.unwrapped._obs_type == "ram", "none is taken in vain"
     assert ours.observation_space.shape[-2:] == pictures.observation_space.shape[-2:]
     for env in (ours, pictures):

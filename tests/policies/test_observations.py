@@ -242,7 +242,7 @@ def test_learns_from_image_and_switch_with_a_critic_only_answer():
         "class_path": "lightning_rl.policies.networks.images.ImpalaEncoder",
         "init_args": {"channels": [4], "out_features": 16},
     }
-    data = make_data(PUZZLE, num_envs=8, rollout_length=64, rollouts_per_epoch=30, evaluation={"episodes": 20})
+    data = make_data(PUZZLE, num_envs=8, rollout_length=64, rollouts_per_epoch=15, evaluation={"episodes": 20})
     options = {"learning_rate": 3e-3, "entropy_coef": 0.01, "gamma": 0.0, "num_epochs": 4, "num_minibatches": 4}
     policy = {"network": {"picture": small}, "critic_only": ["answer"], "hidden_sizes": (32,)}
     model = make_model(data, policy=policy, **options)

@@ -244,7 +244,7 @@ def test_policy_learns_to_repeat_actions(algorithm):
         f"tests.probes:{COUNTER}",
         num_envs=8,
         rollout_length=16,
-        rollouts_per_epoch=60,
+        rollouts_per_epoch=30,
         env={
             "kwargs": {"lengths": (24,), "ends": ("terminated",), "reward": 1.0, "blind": True},
             "learned_action_repeat": 4,
