@@ -1,6 +1,8 @@
 """Strategies that fork or spawn processes; the ones that are refused; `test_sharding` has `ModelParallelStrategy`."""
 
 import copy
+import multiprocessing
+import multiprocessing.context
 import pickle
 from pathlib import Path
 from unittest import mock
@@ -21,6 +23,7 @@ from lightning_rl.cli.main import main
 from lightning_rl.training.checks import check_strategy
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
+from tests.programs import IMPORTED
 
 SHARDED = ["fsdp", "fsdp_cpu_offload", "model_parallel", "deepspeed", "deepspeed_stage_3_offload"]
 SMALL = [
@@ -66,6 +69,14 @@ def own_environment(monkeypatch):
         monkeypatch.delenv(name)
 
 
+@pytest.fixture
+def spawned_faster(monkeypatch):
+    """Let spawned processes begin in a new interpreter that has imported Lightning, of which each gets a copy."""
+    multiprocessing.set_forkserver_preload([*IMPORTED])
+    start = multiprocessing.context.ForkServerProcess._Popen
+    monkeypatch.setattr(multiprocessing.context.SpawnProcess, "_Popen", staticmethod(start))
+
+
 def check_ends(folder, model, trainer, ranks, num_epochs):
     """Processes end with equal weights, which the main process gets."""
     before = parameters_of(make_model(make_data(), normalization={"observations": True}))
@@ -82,7 +93,9 @@ def check_ends(folder, model, trainer, ranks, num_epochs):
     assert torch.load(folder / "last.ckpt", weights_only=True)["lightning_rl"]["env_steps"] == steps
 
 
-def test_processes_end_alike_and_spawned_ones_go_on_from_a_checkpoint_of_forked_ones_bit_for_bit(tmp_path):
+def test_processes_end_alike_and_spawned_ones_go_on_from_a_checkpoint_of_forked_ones_bit_for_bit(
+    tmp_path, spawned_faster
+):
     unbroken = train(tmp_path / "unbroken", "ddp_fork", max_epochs=2)
     check_ends(tmp_path / "unbroken", *unbroken, num_epochs=2)
     check_ends(tmp_path / "first", *train(tmp_path / "first", "ddp_notebook", max_epochs=1), num_epochs=1)
@@ -109,7 +122,7 @@ def test_predict_prints_the_episodes_of_all_processes(capfd, in_tmp_path):
     assert all("return " in line and line.endswith(("terminated", "truncated")) for line in lines)
 
 
-def test_a_run_of_spawned_processes_has_one_folder_and_claims_no_number_of_steps(capfd, in_tmp_path):
+def test_a_run_of_spawned_processes_has_one_folder_and_claims_no_number_of_steps(capfd, in_tmp_path, spawned_faster):
     main(["fit", *SMALL, "--trainer.strategy=ddp_spawn", "--max_env_steps=128"])
     (folder,) = Path("runs/ppo/CartPole-v1").iterdir()
     assert {path.name for path in folder.iterdir()} >= {"config.yaml", "checkpoints", "hparams.yaml"}
