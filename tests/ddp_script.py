@@ -110,7 +110,7 @@ def train_in_phases() -> dict[str, Any]:
     """Both PPGs, in every phase of which some parameters take no part; with several minibatches of each rank's own."""
     ends = {}
     for name, (algorithm, options) in PHASES.items():
-        data = make_data(rollouts_per_epoch=5)
+        data = make_data(rollouts_per_epoch=4)
         torch.manual_seed(0)
         small = {
             "policy": {"hidden_sizes": (8,)},

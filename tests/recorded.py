@@ -27,8 +27,8 @@ from tests.helpers import (
 )
 from tests.memory_probes import random_memory
 
-NUM_ENVS, ROLLOUTS, EPOCHS, MINIBATCHES_OF_A_PASS = 3, 7, 3, 4
-FEW_STEPS = {3: 2, 5: 0}
+NUM_ENVS, ROLLOUTS, EPOCHS, MINIBATCHES_OF_A_PASS = 3, 5, 2, 3
+FEW_STEPS = {2: 2, 3: 0}
 NORMALIZED = {"normalization": {"observations": True, "rewards": True}}
 OPTIONS: dict[str, dict[str, Any]] = {
     "minibatch": {"clipping": {"value": 0.2}, "learning_rate": 5e-3, "target_kl": 3e-4},
@@ -40,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # In one minibatch each, whose rows are the same in any order.
     "phases": {
         "algorithm": PPG,
-        "num_policy_iterations": 3,
+        "num_policy_iterations": 2,
         "num_aux_epochs": 2,
         "num_minibatches": 1,
         "num_aux_minibatches": 1,

@@ -122,7 +122,7 @@ def test_no_warning_that_a_user_cannot_act_on(ranks):
 
 @pytest.mark.parametrize(("option", "precision"), CASES)
 def test_two_ranks_take_the_steps_of_one_process_with_all_environments(ranks, alone, option, precision):
-    """Seven rollouts with normalisers, minibatches and another number of real steps on each rank."""
+    """Five rollouts with normalisers, minibatches and another number of real steps on each rank."""
     one, tolerance = alone[option, precision], TOLERANCES[precision]
     for rank in ranks:
         learned = rank["learned"][option, precision]
@@ -173,7 +173,7 @@ def test_a_rollout_that_is_not_finite_on_one_rank_stops_both_unchanged(ranks):
 
 @pytest.mark.parametrize("name", PHASES)
 def test_ranks_go_through_the_phases_of_ppg_together(ranks, name):
-    """Five rollouts: at least two auxiliary phases, whatever parameters a loss leaves out."""
+    """Four rollouts: at least two auxiliary phases, whatever parameters a loss leaves out."""
     first, second = (rank["phases"][name] for rank in ranks)
     assert same(first["parameters"], second["parameters"])
     assert len(first["divergences"]) == len(second["divergences"]) >= 2
