@@ -13,6 +13,7 @@ import functools
 import gc
 import importlib
 import json
+import math
 import os
 import runpy
 import signal
@@ -20,16 +21,19 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TextIO
+from types import SimpleNamespace
+from typing import ClassVar, TextIO
 
 ROOT = Path(__file__).parents[1]
 IMPORTED = (
     *("lightning.pytorch.cli", "torchmetrics", "torch.utils.tensorboard", "rich.progress"),
     *("gymnasium.vector", "gymnasium.envs.classic_control.cartpole"),
 )
+TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 MAX_REQUEST = 100_000  # bytes; a socket takes more in one message
 
 
@@ -41,10 +45,16 @@ class Program:
         cwd: Folder to run in; that of the tests if `None`.
         env: All variables of its environment; those of the tests if `None`.
         join: Whether its errors go to its output.
+        ranks: Number of further ranks that it starts, by Lightning or `torchrun`, which are `Rank`s.
     """
 
     def __init__(
-        self, *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, join: bool = False
+        self,
+        *arguments: str,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        join: bool = False,
+        ranks: int = 0,
     ) -> None:
         self.args = arguments
         self.returncode: int | None = None
@@ -52,6 +62,7 @@ class Program:
             "arguments": arguments,
             "cwd": str(cwd or Path.cwd()),
             "env": dict(os.environ if env is None else env),
+            "ranks": ranks,
         }
         self._status, theirs = socket.socketpair()
         self.stdout, out = _pipe()
@@ -136,7 +147,7 @@ class Fork:
             os.dup2(stdout.fileno(), 1)
             os.dup2(stdout.fileno(), 2)
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-            os._exit(_run(command[1:], Path.cwd(), dict(env), sys.path[1:]))
+            os._exit(_run(command[1:], os.getcwd(), dict(env), sys.path[1:]))
 
     def poll(self) -> int | None:
         """Return the exit status, or `None` while it runs."""
@@ -146,11 +157,88 @@ class Fork:
         return self.returncode
 
 
+class Rank:
+    """A rank that a program starts, in place of `subprocess.Popen`: forked before the program has begun.
+
+    So it is a child of the program that has imported what the server has.
+    """
+
+    _waiting: ClassVar[list[tuple[int, int]]] = []
+    """Numbers of the processes that wait for what they are to run, and where to tell them."""
+
+    @classmethod
+    def prepare(cls, number: int, program: str, base: list[str]) -> None:
+        """Fork the processes, and have Lightning, or `torchrun` if it is the program, take them."""
+        for _ in range(number):
+            readable, writable = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                for _, other in (*cls._waiting, (0, writable)):
+                    os.close(other)
+                with open(readable) as file:
+                    request = file.read()
+                if not request:  # the program has ended
+                    os._exit(0)
+                asked = json.loads(request)
+                if asked.pop("start_new_session"):
+                    os.setsid()
+                os._exit(_run(**asked, base=base))
+            os.close(readable)
+            cls._waiting.append((pid, writable))
+        if program == "torch.distributed.run":
+            importlib.import_module(TORCHRUN).Popen = cls
+        elif number:
+            launcher = importlib.import_module("lightning.pytorch.strategies.launchers.subprocess_script")
+            launcher.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": cls})
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str | None = None,
+        start_new_session: bool = False,
+        **_: object,
+    ) -> None:
+        self.args = args
+        self.returncode: int | None = None
+        self.pid, told = self._waiting.pop(0)
+        arguments = [argument for argument in args[1:] if argument != "-u"]  # which `torchrun` adds
+        asked = {"arguments": arguments, "cwd": cwd or os.getcwd(), "env": dict(env)}
+        with open(told, "w") as file:
+            json.dump(asked | {"start_new_session": start_new_session}, file)
+
+    def poll(self) -> int | None:
+        """Return the exit status, or `None` while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float = math.inf) -> int:
+        """Return the exit status; raise `subprocess.TimeoutExpired` if it does not end."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.01)
+        return self.returncode
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+
 def run(
-    *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, ranks: int = 0
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end."""
-    program = Program(*arguments, cwd=cwd, env=env)
+    program = Program(*arguments, cwd=cwd, env=env, ranks=ranks)
     out, err = program.communicate()
     return subprocess.CompletedProcess(arguments, program.wait(), out, err)
 
@@ -235,7 +323,8 @@ def _guard(request: dict, files: list[int], base: list[str]) -> None:
         os.dup2(err, 2)
         os.close(out)
         os.close(err)
-        os._exit(_run(request["arguments"], Path(request["cwd"]), request["env"], base))
+        Rank.prepare(request.pop("ranks"), request["arguments"][1], base)
+        os._exit(_run(**request, base=base))
     os.close(out)
     os.close(err)
     os.write(status, pid.to_bytes(8, "little"))
@@ -245,7 +334,7 @@ def _guard(request: dict, files: list[int], base: list[str]) -> None:
     os._exit(0)
 
 
-def _run(arguments: list[str], cwd: Path, env: dict[str, str], base: list[str]) -> int:
+def _run(arguments: list[str], cwd: str, env: dict[str, str], base: list[str]) -> int:
     """Do what `python` does with its arguments, from finding the program to the end of the interpreter."""
     os.chdir(cwd)
     os.environ.clear()
@@ -255,7 +344,7 @@ def _run(arguments: list[str], cwd: Path, env: dict[str, str], base: list[str]) 
     code = 0
     try:
         if arguments[0] == "-m":
-            sys.path[:] = [str(cwd), *path]
+            sys.path[:] = [cwd, *path]
             sys.argv[:] = arguments[1:]
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         elif arguments[0] == "-c":
@@ -265,7 +354,7 @@ def _run(arguments: list[str], cwd: Path, env: dict[str, str], base: list[str]) 
             sys.modules["__main__"] = main
             exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
         else:
-            sys.path[:] = [str((cwd / arguments[0]).parent), *path]
+            sys.path[:] = [str(Path(cwd, arguments[0]).parent), *path]
             sys.argv[:] = arguments
             runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as ended:

@@ -41,7 +41,8 @@ def nodes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for node in range(2):
         launcher, told = request.param(node, port)
         environment = kept | told | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        processes.append(Program(*launcher, str(SCRIPT), str(folder), env=environment, join=True))
+        started = {"env": environment, "join": True, "ranks": int(bool(launcher))}
+        processes.append(Program(*launcher, str(SCRIPT), str(folder), **started))
     output = communicate(processes)
     print(*output)
     assert [process.returncode for process in processes] == [0, 0], "\n".join(output)

@@ -35,10 +35,10 @@ def in_folder(in_tmp_path):
 
 
 @contextmanager
-def started(*arguments: str) -> Iterator[Program]:
+def started(*arguments: str, ranks: int = 0) -> Iterator[Program]:
     """Start the command line as the leader of a process group, as a shell does."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path.cwd()}"}
-    program = Program("program.py", "fit", *SMALL, *arguments, env=environment)
+    program = Program("program.py", "fit", *SMALL, *arguments, env=environment, ranks=ranks)
     try:
         yield program
     finally:
@@ -181,7 +181,7 @@ def test_slurm_signal_to_process_group_requeues_and_job_resumes(monkeypatch):
 @pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_all_ranks_stop_after_same_rollout_and_resume_exactly(goes_on):
     ranks = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.limit_val_batches=0", "--max_env_steps=640"]
-    with started(*ranks, "--data.env.wrappers=[slow.Slow]") as process:
+    with started(*ranks, "--data.env.wrappers=[slow.Slow]", ranks=1) as process:
         wait_for(LAST.exists)
         others = descendants(process.pid)
         os.kill(process.pid, signal.SIGTERM)  # to the first rank only
@@ -193,10 +193,10 @@ def test_all_ranks_stop_after_same_rollout_and_resume_exactly(goes_on):
     if not goes_on:
         return
     Path("slow.py").write_text(SLOW.format(seconds=0))
-    with started(*ranks, "--data.env.wrappers=[slow.Slow]", "--ckpt_path=last") as process:
+    with started(*ranks, "--data.env.wrappers=[slow.Slow]", "--ckpt_path=last", ranks=1) as process:
         assert process.wait(60) == 0, process.stderr.read()
     LAST.rename("resumed.ckpt")
-    with started(*ranks, "--data.env.wrappers=[slow.Slow]") as process:
+    with started(*ranks, "--data.env.wrappers=[slow.Slow]", ranks=1) as process:
         assert process.wait(60) == 0, process.stderr.read()
     whole = Path("runs/ppo/CartPole-v1/version_1/checkpoints/last.ckpt")
     assert differences(run_state(Path("resumed.ckpt")), run_state(whole)) == []
@@ -205,7 +205,7 @@ def test_all_ranks_stop_after_same_rollout_and_resume_exactly(goes_on):
 def test_ranks_that_wait_for_actors_save_before_they_stop():
     actors = ["--model=OverlappedPPO", "--data.actors.count=1", "--data.env.wrappers=[slow.Slow]"]
     ranks = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.limit_val_batches=0", "--max_env_steps=100000"]
-    with started(*actors, *ranks) as process:
+    with started(*actors, *ranks, ranks=1) as process:
         wait_for(lambda: any(Path("runs").glob("*/*/*/checkpoints/last.ckpt")))
         others = descendants(process.pid)
         os.kill(process.pid, signal.SIGTERM)

@@ -24,7 +24,7 @@ def run(folder: Path, how: str, rank: int, *arguments: str) -> tuple[int, list[s
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")}
     environment = kept | {"PYTHONPATH": path, "FAIL": f"{how} {rank}"}
-    process = Program("-m", "tests.cli.failing_ranks", *arguments, cwd=folder, env=environment, join=True)
+    process = Program("-m", "tests.cli.failing_ranks", *arguments, cwd=folder, env=environment, join=True, ranks=1)
     output = process.stdout.read()
     status = process.wait(60)
     try:
