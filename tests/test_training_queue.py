@@ -39,7 +39,15 @@ TINY = {
         "rollouts_per_epoch": 20,
         "evaluation": {"episodes": 1},
     },
-    "model": {"class_path": "PPO", "init_args": {"optimizer": {"anneal": True}, "normalization": {"rewards": True}}},
+    "model": {
+        "class_path": "PPO",
+        "init_args": {
+            "num_epochs": 2,
+            "num_minibatches": 2,
+            "optimizer": {"anneal": True},
+            "normalization": {"rewards": True},
+        },
+    },
     "trainer": {"accelerator": "cpu"},
 }
 
