@@ -167,8 +167,6 @@ def save_onnx(
 
     An operator without a counterpart in ONNX, or in onnxruntime, raises a `ConfigurationError`.
     """
-    if deployed.dtype not in (torch.float32, torch.float64):
-        raise ConfigurationError(f"format='onnx': the policy is in {deployed.dtype}: expected float32 or float64")
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -325,6 +323,8 @@ def _steps(deployed: DeployedPolicy, observations: Sequence[Nested] | None) -> l
 
 
 def _save(deployed: DeployedPolicy, format_: ExportFormat, path: Path, about: str) -> Callable[..., Nested]:
+    if format_ == "onnx" and deployed.dtype not in (torch.float32, torch.float64):
+        raise ConfigurationError(f"format='onnx': the policy is in {deployed.dtype}: expected float32 or float64")
     program = export_program(deployed)
     if format_ == "onnx":
         return save_onnx(program, deployed, about, path)

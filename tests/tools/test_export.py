@@ -1,10 +1,13 @@
 """Exported programs act like the policy, without this package."""
 
 import copy
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from torch import nn
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from lightning_rl import PPO, __version__
 from lightning_rl.masks import ActionMask
@@ -42,7 +46,7 @@ CASES: dict[str, tuple[spaces.Space[Any], spaces.Space[Any], dict[str, Any]]] = 
     "squashed": (VECTOR, BOX, {"policy": {"action_distribution": "squashed_gaussian"}}),
     "beta": (VECTOR, BOX, {"policy": {"action_distribution": "beta"}}),
     "lstm": (VECTOR, DISCRETE, {"policy": {"memory": {"kind": "lstm", "hidden_size": 8, "num_layers": 2}}}),
-    "mingru": (VECTOR, DISCRETE, {"policy": {"memory": {"kind": "mingru", "hidden_size": 8, "num_layers": 2}}}),
+    "mingru": (VECTOR, DISCRETE, {"policy": {"memory": {"kind": "mingru", "hidden_size": 8}}}),
     "gtrxl": (VECTOR, DISCRETE, {"policy": {"memory": {"kind": "gtrxl", "hidden_size": 8, "context_length": 3}}}),
     "masks": (MASKED, DISCRETE, {}),
     "nested": (SENSORS, HYBRID, {"policy": {"critic_only": ["camera"]}, "normalization": {"observations": True}}),
@@ -59,21 +63,31 @@ def traces_gamma() -> bool:
 
 
 PROGRAMS = {case: ["greedy", "sampled"] for case in CASES}
+# Memories do not differ in how actions are sampled.
+PROGRAMS["mingru"] = PROGRAMS["gtrxl"] = ["greedy"]
 if not traces_gamma():
     PROGRAMS["beta"] = ["greedy"]
+
+FROM_TORCHLIB = functools.cache(ONNXRegistry.from_torchlib)
 
 # Needs only PyTorch.
 SCRIPT = """
 import sys, torch
 folder, seed = sys.argv[1:]
 found = {}
-for (case, name), examples in torch.load(f"{folder}/examples.pt").items():
-    program = torch.export.load(f"{folder}/{case}/{name}.pt2").module()
+for (case, name), (file, examples) in torch.load(f"{folder}/examples.pt").items():
+    program = torch.export.load(file).module()
     torch.manual_seed(int(seed))
     found[case, name] = [program(*example) for example in examples]
 assert not {"lightning_rl", "lightning", "gymnasium"} & set(sys.modules), "the programs need more than PyTorch"
 torch.save(found, f"{folder}/found.pt")
 """
+
+
+@pytest.fixture(autouse=True)
+def operators_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exporter to ONNX parses the source of all operators for each model, which takes longer than the rest."""
+    monkeypatch.setattr(ONNXRegistry, "from_torchlib", staticmethod(FROM_TORCHLIB))
 
 
 def make(case: str) -> PPO:
@@ -86,6 +100,20 @@ def make(case: str) -> PPO:
     if (normalizer := model.policy.observation_normalizer) is not None:
         normalizer.update(observations(model, 50))
     return model
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[PPO, Path]]:
+    """Returns the model of a case, and the folder of all its programs for PyTorch, which are made once."""
+
+    @functools.cache
+    def export_once(case: str) -> tuple[PPO, Path]:
+        model = make(case)
+        model.clock.env_steps = 1234
+        folder = tmp_path_factory.mktemp("exports") / "deep" / case
+        return model, export_policy(model, folder, env_id=f"Probe/{case}-v0", programs=PROGRAMS[case])
+
+    return export_once
 
 
 def observations(model: PPO, rows: int) -> Any:
@@ -127,18 +155,16 @@ def assert_same(found: Any, expected: Any) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
-def test_exported_programs_act_like_policies_without_this_package(tmp_path):
-    models = {case: make(case) for case in CASES}
+def test_exported_programs_act_like_policies_without_this_package(tmp_path, exported):
+    models = {case: exported(case)[0] for case in CASES}
     examples = {case: [inputs(model, rows) for rows in (1, 4, 7)] for case, model in models.items()}
-    for case, model in models.items():
-        export_policy(model, tmp_path / case, programs=PROGRAMS[case])
-    exported = {(case, name): examples[case] for case, names in PROGRAMS.items() for name in names}
-    torch.save(exported, tmp_path / "examples.pt")
+    files = {(case, name): exported(case)[1] / f"{name}.pt2" for case, names in PROGRAMS.items() for name in names}
+    torch.save({key: (str(file), examples[key[0]]) for key, file in files.items()}, tmp_path / "examples.pt")
     # `-I` ignores PYTHONPATH and the current folder.
     command = [sys.executable, "-I", "-c", SCRIPT, str(tmp_path), "5"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
     found = torch.load(tmp_path / "found.pt")
-    assert found.keys() == exported.keys()
+    assert found.keys() == files.keys()
     for (case, name), outputs in found.items():
         torch.manual_seed(5)
         for actions, example in zip(outputs, examples[case], strict=True):
@@ -148,11 +174,9 @@ def test_exported_programs_act_like_policies_without_this_package(tmp_path):
         assert not torch.equal(greedy, sampled), "a sample is not the mode"
 
 
-def test_exported_program_never_takes_masked_actions():
-    model = make("masks")
-    program = export_program(
-        DeployedPolicy(model.policy, model.observation_space, model.action_space, deterministic=False)
-    ).module()
+def test_exported_program_never_takes_masked_actions(exported):
+    model, folder = exported("masks")
+    program = torch.export.load(folder / "sampled.pt2").module()
     allowed = torch.tensor([[1, 0, 1], [0, 1, 0]], dtype=torch.bool).repeat_interleave(200, 0)
     mask = allowed.to(observations(model, 1)["action_mask"].dtype)
     # Before PyTorch 2.10, programs need dicts in the order of the space.
@@ -162,32 +186,25 @@ def test_exported_program_never_takes_masked_actions():
     assert set(actions.tolist()) == {0, 1, 2}
 
 
-def test_exported_actions_respect_bounds_and_discrete_start():
-    model = make("normalised_gaussian")
-    program = export_program(
-        DeployedPolicy(model.policy, model.observation_space, model.action_space, deterministic=False)
-    ).module()
-    actions = program(torch.randn(500, 3))
+def test_exported_actions_respect_bounds_and_discrete_start(exported):
+    _, folder = exported("normalised_gaussian")
+    actions = torch.export.load(folder / "sampled.pt2").module()(torch.randn(500, 3))
     assert (actions.min(0)[0].tolist(), actions.max(0)[0].tolist()) == ([-2, -1], [1, 3])
-    model = make("nested")
-    program = export_program(
-        DeployedPolicy(model.policy, model.observation_space, model.action_space, deterministic=False)
-    ).module()
+    model, folder = exported("nested")
     (example,) = inputs(model, 200)
-    assert set(program(example)["move"].tolist()) == {-1, 0, 1}
+    actions = torch.export.load(folder / "sampled.pt2").module()(example)
+    assert set(actions["move"].tolist()) == {-1, 0, 1}
 
 
-def test_description_lists_inputs_and_outputs(tmp_path):
-    model = make("nested")
-    model.clock.env_steps = 1234
-    folder = export_policy(model, tmp_path / "deep" / "policy", env_id="Probe/Sensors-v0")
+def test_description_lists_inputs_and_outputs(exported):
+    _, folder = exported("nested")
     assert sorted(path.name for path in folder.iterdir()) == ["greedy.pt2", "policy.json", "sampled.pt2"]
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     found = json.loads((folder / "policy.json").read_text(), parse_constant=refuse)
-    assert (found["env_steps"], found["env_id"], found["version"]) == (1234, "Probe/Sensors-v0", __version__)
+    assert (found["env_steps"], found["env_id"], found["version"]) == (1234, "Probe/nested-v0", __version__)
     assert (found["algorithm"], found["memory"]) == ("PPO", None)
     seen = {name: part for name, part in SENSORS.items() if name != "camera"}
     assert space_from_dict(found["observation_space"]) == spaces.Dict(seen)
@@ -203,16 +220,15 @@ def test_description_lists_inputs_and_outputs(tmp_path):
     inside: dict[str, Any] = {"policy.json": ""}
     torch.export.load(folder / "greedy.pt2", extra_files=inside)
     assert json.loads(inside["policy.json"]) == found
-    memory = export_policy(make("lstm"), tmp_path / "lstm", programs=["greedy"]) / "policy.json"
     state = {"dtype": "float32", "shape": [2, 8]}
-    assert json.loads(memory.read_text())["memory"] == {"actor": [state, state]}
+    assert json.loads((exported("lstm")[1] / "policy.json").read_text())["memory"] == {"actor": [state, state]}
 
 
 def test_export_does_not_change_policy_or_random_state(tmp_path):
     model = make("squashed")
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     model.train()
-    export_policy(model, tmp_path / "policy")
+    export_policy(model, tmp_path / "policy", programs=["sampled"])
     assert torch.equal(torch.get_rng_state(), random)
     assert model.policy.training
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
@@ -220,12 +236,13 @@ def test_export_does_not_change_policy_or_random_state(tmp_path):
     model.policy(torch.zeros(1, 3))[1].sum().backward()
 
 
-def test_export_replaces_only_earlier_exports(tmp_path):
-    model = make("beta")
-    for env_steps in (1, 2):
-        model.clock.env_steps = env_steps
-        export_policy(model, tmp_path / "policy", programs=["greedy"])
-    assert json.loads((tmp_path / "policy" / "policy.json").read_text())["env_steps"] == 2
+def test_export_replaces_only_earlier_exports(tmp_path, exported):
+    model = make("squashed")
+    shutil.copytree(exported("squashed")[1], tmp_path / "policy")
+    model.clock.env_steps = 2
+    folder = export_policy(model, tmp_path / "policy", programs=["greedy"])
+    assert json.loads((folder / "policy.json").read_text())["env_steps"] == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["greedy.pt2", "policy.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
     (tmp_path / "mine").mkdir()
     with pytest.raises(ConfigurationError, match=r"folder=.*mine.* expected a new folder, or one of an earlier export"):
@@ -291,7 +308,8 @@ def test_onnx_samples_respect_action_masks(tmp_path):
 
 
 def test_onnx_samples_repeat_if_the_seed_was_set_before_the_session_was_made(tmp_path):
-    path = export_policy(make("normalised_gaussian"), tmp_path / "policy", format="onnx") / "sampled.onnx"
+    model = make("normalised_gaussian")
+    path = export_policy(model, tmp_path / "policy", format="onnx", programs=["sampled"]) / "sampled.onnx"
     feed = {"observation": np.zeros((5, 3), np.float32)}
     drawn = []
     for seed in (1, 1, 2):
@@ -329,14 +347,16 @@ def test_program_that_differs_on_given_observations_is_not_written(tmp_path, mon
 
 
 @pytest.mark.parametrize("format_", ["torch_export", "onnx"])
-def test_full_disk_is_named_and_keeps_the_earlier_export(format_, tmp_path, monkeypatch):
+def test_full_disk_is_named_and_keeps_the_earlier_export(format_, tmp_path, monkeypatch, exported):
     """PyTorch alone would end the process."""
-    model = make("squashed")
-    export_policy(model, tmp_path / "policy", format=format_, programs=["greedy"])
+    model, earlier = exported("squashed")
+    folder = shutil.copytree(earlier, tmp_path / "policy")
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(ExplainedError, match=r"greedy\.\w+' could not be written: No space left on device"):
-        export_policy(model, tmp_path / "policy", format=format_, programs=["greedy"])
-    assert len(list((tmp_path / "policy").iterdir())) == 2 and len(list(tmp_path.iterdir())) == 1
+        export_policy(model, folder, format=format_, programs=["greedy"])
+    assert [*tmp_path.iterdir()] == [folder]
+    kept, before = ({path.name: path.read_bytes() for path in one.iterdir()} for one in (folder, earlier))
+    assert kept == before
 
 
 def test_export_options_are_checked_first(tmp_path, monkeypatch):
