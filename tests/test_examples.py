@@ -1,6 +1,7 @@
 """The example scripts run, shortened, and do what they say."""
 
 import ast
+import functools
 import importlib
 import json
 import logging
@@ -81,10 +82,17 @@ def test_action_masks_are_obeyed_and_learned_with(in_tmp_path):
     assert example("action_masks").main(max_env_steps=16_384) > 0.6
 
 
-def test_a_club_and_a_swing_are_learned_together(in_tmp_path):
+def without_validation_in_fit(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """Leave out the validations of a run but the first, which take longer than training once the policy is good."""
+    monkeypatch.setattr(module, "Trainer", functools.partial(module.Trainer, check_val_every_n_epoch=10_000))
+
+
+def test_a_club_and_a_swing_are_learned_together(in_tmp_path, monkeypatch):
     """At first nearly seven strokes are needed of the ten that there are."""
-    assert example("hybrid_actions").main(max_env_steps=1024) > 4
-    assert example("hybrid_actions").main(max_env_steps=24_576) < 3
+    module = example("hybrid_actions")
+    assert module.main(max_env_steps=1024) > 4
+    without_validation_in_fit(monkeypatch, module)
+    assert module.main(max_env_steps=12_288) < 3
 
 
 def test_reinforce_learns_to_balance_the_pole(in_tmp_path):
@@ -118,7 +126,8 @@ def test_trpo_learns_to_balance_the_pole_within_its_trust_region(in_tmp_path, mo
             divergences.append(float(old.kl(model.actor_critic(batch)[0]).mean()))
 
     monkeypatch.setattr(module.TRPO, "improve", observed)
-    assert module.main() > 450
+    without_validation_in_fit(monkeypatch, module)
+    assert module.main(max_env_steps=24_576) > 450
     assert -1e-6 < min(divergences) <= max(divergences) <= 0.01 + 1e-6
     assert sum(x > 1e-4 for x in divergences) > len(divergences) / 3
 
