@@ -237,13 +237,13 @@ def test_the_notebook_trains_and_shows_an_episode(monkeypatch, tmp_path):
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     notebook = nbformat.read(ROOT / "examples/notebook.ipynb", as_version=4)
     for cell in notebook.cells:
-        cell.source = cell.source.replace("50_000", "4_096").replace("evaluation.episodes=20", "evaluation.episodes=2")
+        cell.source = cell.source.replace("50_000", "1_024").replace("evaluation.episodes=20", "evaluation.episodes=2")
     nbclient.NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
     cells = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     # One line of progress, the last one, and not one for each time that it was drawn.
     progress = [json.dumps(output) for outputs in cells for output in outputs if "env steps" in json.dumps(output)]
     assert len(progress) == 1
-    assert "Training: 100%" in progress[0] and "4.10k/4.10k" in progress[0]
+    assert "Training: 100%" in progress[0] and "1.02k/1.02k" in progress[0]
     assert float(cells[2][-1]["data"]["text/plain"]) > 0
     assert cells[3][-1]["data"]["image/gif"].startswith("R0lGODlh")  # GIF89a
     assert all("error" not in output["output_type"] for outputs in cells for output in outputs)
