@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import statistics
@@ -159,6 +160,11 @@ def outcome(means: Sequence[float], goal: float | None) -> str:
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Return the bootstrap interval of a mean: percentiles of means of resampled values, with a fixed seed."""
+    return _interval(tuple(values), confidence)
+
+
+@functools.cache  # several pages show the same intervals
+def _interval(values: tuple[float, ...], confidence: float) -> tuple[float, float]:
     generator = random.Random(0)
     means = sorted(statistics.fmean(generator.choices(values, k=len(values))) for _ in range(RESAMPLES))
     outside = round(RESAMPLES * (1 - confidence) / 2)
