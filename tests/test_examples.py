@@ -83,7 +83,7 @@ def test_action_masks_are_obeyed_and_learned_with(in_tmp_path):
 
 
 def without_validation_in_fit(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-    """Leave out the validations of a run but the first, which take longer than training once the policy is good."""
+    """Leave out the validations of a run but the one before it; the tests look at the evaluation at the end."""
     monkeypatch.setattr(module, "Trainer", functools.partial(module.Trainer, check_val_every_n_epoch=10_000))
 
 

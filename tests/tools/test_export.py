@@ -86,7 +86,7 @@ torch.save(found, f"{folder}/found.pt")
 
 @pytest.fixture(autouse=True)
 def operators_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exporter to ONNX parses the source of all operators for each model, which takes longer than the rest."""
+    """The exporter to ONNX parses the source of all operators for each model: over a third of its time."""
     monkeypatch.setattr(ONNXRegistry, "from_torchlib", staticmethod(FROM_TORCHLIB))
 
 
