@@ -33,6 +33,8 @@ def _has_process_group() -> bool:
 
 def _xla() -> Any:  # a module
     """Return `torch_xla` if this process computes on XLA devices without a process group, else None."""
+    if torch.compiler.is_compiling():  # never on XLA devices; tracing `sys.modules` takes a sixth of a capture
+        return None
     module: Any = sys.modules.get("torch_xla")
     # `_xla_runtime_is_initialized` is private (torch_xla 2.9). Without it, `runtime.world_size` would store a 1 in the
     # process that launches the ranks, and the ranks would inherit it.

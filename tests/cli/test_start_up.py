@@ -160,7 +160,7 @@ def test_program_in_an_archive_starts_further_ranks(in_tmp_path):
     with zipfile.ZipFile("lightning-rl.exe", "w") as archive:  # as pip installs it on Windows
         archive.writestr("__main__.py", "from lightning_rl.__main__ import run\nrun()\n")
     options = [*SMALL, "--trainer.fast_dev_run=1", "--trainer.devices=2", "--trainer.strategy=ddp"]
-    done = programs.run("lightning-rl.exe", "fit", *options, env={**os.environ, "PYTHONPATH": str(ROOT)}, ranks=1)
+    done = programs.run("lightning-rl.exe", "fit", *options, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert "GLOBAL_RANK: 1, MEMBER: 2/2" in done.stderr
 

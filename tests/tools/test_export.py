@@ -17,7 +17,6 @@ import pytest
 import torch
 from gymnasium import spaces
 from torch import nn
-from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from lightning_rl import PPO, __version__
 from lightning_rl.masks import ActionMask
@@ -46,7 +45,7 @@ CASES: dict[str, tuple[spaces.Space[Any], spaces.Space[Any], dict[str, Any]]] = 
     "squashed": (VECTOR, BOX, {"policy": {"action_distribution": "squashed_gaussian"}}),
     "beta": (VECTOR, BOX, {"policy": {"action_distribution": "beta"}}),
     "lstm": (VECTOR, DISCRETE, {"policy": {"memory": {"kind": "lstm", "hidden_size": 8, "num_layers": 2}}}),
-    "mingru": (VECTOR, DISCRETE, {"policy": {"memory": {"kind": "mingru", "hidden_size": 8}}}),
+    "mingru": (VECTOR, DISCRETE, {"policy": {"memory": {"kind": "mingru", "hidden_size": 8, "num_layers": 2}}}),
     "gtrxl": (VECTOR, DISCRETE, {"policy": {"memory": {"kind": "gtrxl", "hidden_size": 8, "context_length": 3}}}),
     "masks": (MASKED, DISCRETE, {}),
     "nested": (SENSORS, HYBRID, {"policy": {"critic_only": ["camera"]}, "normalization": {"observations": True}}),
@@ -63,12 +62,8 @@ def traces_gamma() -> bool:
 
 
 PROGRAMS = {case: ["greedy", "sampled"] for case in CASES}
-# Memories do not differ in how actions are sampled.
-PROGRAMS["mingru"] = PROGRAMS["gtrxl"] = ["greedy"]
 if not traces_gamma():
     PROGRAMS["beta"] = ["greedy"]
-
-FROM_TORCHLIB = functools.cache(ONNXRegistry.from_torchlib)
 
 # Needs only PyTorch.
 SCRIPT = """
@@ -82,12 +77,6 @@ for (case, name), (file, examples) in torch.load(f"{folder}/examples.pt").items(
 assert not {"lightning_rl", "lightning", "gymnasium"} & set(sys.modules), "the programs need more than PyTorch"
 torch.save(found, f"{folder}/found.pt")
 """
-
-
-@pytest.fixture(autouse=True)
-def operators_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exporter to ONNX parses the source of all operators for each model: over a third of its time."""
-    monkeypatch.setattr(ONNXRegistry, "from_torchlib", staticmethod(FROM_TORCHLIB))
 
 
 def make(case: str) -> PPO:
