@@ -23,6 +23,13 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_garbage_of_other_files() -> Iterator[None]:
+    """Unused objects may refer to threads, which a process that a test forks does not have."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     import torch  # not above, since the process that starts the workers of pytest-xdist needs none of this

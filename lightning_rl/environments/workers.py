@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import errno
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -317,12 +318,13 @@ def _work(index: int, make: Factory, pipe: Any) -> None:  # a connection
 
 
 def live_with_parent() -> None:
-    """In a worker process: ignore signals that are meant for the parent, and exit when the parent ends.
+    """In a worker process: ignore signals that are meant for the parent, keep its objects, and exit when it ends.
 
     Python does not end daemon processes of a killed parent, and a busy worker does not notice a closed pipe.
     """
     if (parent := multiprocessing.parent_process()) is None:
         return
+    gc.freeze()  # unused objects of the parent may refer to threads, which a forked process does not have
     # Terminals and schedulers send these signals to every process of a run; the parent decides how the run ends.
     for signum in _LEFT_TO_PARENT:
         signal.signal(signum, signal.SIG_IGN)

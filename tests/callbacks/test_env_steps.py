@@ -32,6 +32,7 @@ from lightning_rl.validation import ConfigurationError
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 
 ROLLOUT = 2 * 16  # environment steps of a rollout from `make_data`, of which an epoch has two
+GREEDY = ["greedy"]  # where it does not matter what is exported: two programs take twice as long
 
 
 class Clock(Callback):
@@ -600,18 +601,18 @@ def test_policies_are_exported_at_intervals_and_at_the_end_the_newest_kept(tmp_p
 
 
 def test_exports_of_an_earlier_longer_run_make_room_for_those_of_a_new_one(tmp_path):
-    fit(PolicyExport(50, tmp_path, keep=2), EnvStepLimit(160))
-    fit(PolicyExport(50, tmp_path, keep=2), EnvStepLimit(64))
+    fit(PolicyExport(50, tmp_path, keep=2, programs=GREEDY), EnvStepLimit(160))
+    fit(PolicyExport(50, tmp_path, keep=2, programs=GREEDY), EnvStepLimit(64))
     assert exports_of(tmp_path) == [64, 160]
-    fit(PolicyExport(50, tmp_path, keep=2), EnvStepLimit(96))
+    fit(PolicyExport(50, tmp_path, keep=2, programs=GREEDY), EnvStepLimit(96))
     assert exports_of(tmp_path) == [64, 96]
 
 
 def test_all_policies_are_kept_beside_the_log_unless_told_otherwise(tmp_path):
     logger = CSVLogger(tmp_path, name="run", version=0)
-    fit(PolicyExport(64), EnvStepLimit(128), logger=logger)
+    fit(PolicyExport(64, programs=GREEDY), EnvStepLimit(128), logger=logger)
     assert exports_of(tmp_path / "run" / "version_0" / "policies") == [64, 128]
-    fit(PolicyExport(64), EnvStepLimit(32), default_root_dir=tmp_path / "root")
+    fit(PolicyExport(64, programs=GREEDY), EnvStepLimit(32), default_root_dir=tmp_path / "root")
     assert exports_of(tmp_path / "root" / "policies") == [32]
 
 
@@ -621,7 +622,7 @@ def test_runs_that_share_the_folder_of_a_logger_keep_their_exports_apart(tmp_pat
 
     for version, steps in (("a", 64), ("b", 128)):
         (logger := Shared()).version = version
-        fit(PolicyExport(64, keep=1), EnvStepLimit(steps), logger=logger)
+        fit(PolicyExport(64, keep=1, programs=GREEDY), EnvStepLimit(steps), logger=logger)
     assert exports_of(tmp_path / "project/a/policies") == [64]
     assert exports_of(tmp_path / "project/b/policies") == [128]
 
@@ -717,11 +718,11 @@ def test_a_script_prints_no_misleading_warnings(tmp_path):
 
 
 def test_two_exports_have_separate_states_and_the_score_is_resumed(tmp_path):
-    exports = [PolicyExport(64, tmp_path / name) for name in "ab"]
+    exports = [PolicyExport(64, tmp_path / name, programs=GREEDY) for name in "ab"]
     fit(*exports, EnvStepLimit(64))
     assert all((tmp_path / name / "step=64").exists() for name in "ab")
     exports[0]._score = {"mean": 1.5}
-    again = PolicyExport(64, tmp_path / "a")
+    again = PolicyExport(64, tmp_path / "a", programs=GREEDY)
     again.load_state_dict(exports[0].state_dict())
     assert again._score == {"mean": 1.5}
 

@@ -397,7 +397,7 @@ def assert_resumes_from(places: tuple[int, ...], name: str, rollouts: int, folde
 @pytest.mark.parametrize("name", SETTINGS)
 def test_resumed_run_equals_uninterrupted_run_bit_for_bit(name: str, tmp_path: Path) -> None:
     """The run resumes from the end of an epoch and from the middle of the next one."""
-    assert_resumes_from((3, 4), name, 7, tmp_path)
+    assert_resumes_from((3, 4), name, 6, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["ppg", "ppg_off_policy"])

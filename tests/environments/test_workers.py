@@ -1,6 +1,7 @@
 """The pool of worker processes behaves like Gymnasium's vector environments."""
 
 import functools
+import gc
 import multiprocessing
 import os
 import re
@@ -227,3 +228,33 @@ def test_temporary_folder_that_is_too_long_for_a_socket_is_a_message(monkeypatch
     folder = re.escape(repr(tempfile.gettempdir()))
     with pytest.raises(ConfigurationError, match=rf"shared memory .* \(AF_UNIX path too long\): .* TMPDIR={folder}"):
         make_trainer().fit(IMPALA(data.observation_space, data.action_space), data)
+
+
+class OfOneProcess:
+    """An unused object, in a cycle, that ends another process than its own if it is finalized there."""
+
+    def __init__(self) -> None:
+        self.itself, self.process = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class Collecting(Talkative):
+    def __init__(self, place: int) -> None:
+        super().__init__(place)
+        gc.collect()
+
+
+@pytest.mark.skipif(multiprocessing.get_start_method() != "fork", reason="only forked processes have them")
+def test_workers_finalize_no_unused_objects_of_their_parent():
+    """Such an object may refer to threads, which a forked process does not have."""
+    gc.disable()
+    try:
+        OfOneProcess()
+        pool = WorkerPool([functools.partial(Collecting, place) for place in range(2)], 60)
+    finally:
+        gc.enable()
+    pool.reset()
+    pool.close()
