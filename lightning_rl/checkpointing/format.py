@@ -121,9 +121,9 @@ def _restore_generators(module: Any, state: Mapping[str, Any]) -> None:
     module.generator.set_state(state["generator"].cpu())
     generators = state["random"]
     version, words, gauss = generators["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
+    random.setstate((version, tuple(torch.as_tensor(words).tolist()), gauss))
     kind, keys, *others = generators["numpy"]
-    np.random.set_state((kind, keys.cpu().numpy(), *others))
+    np.random.set_state((kind, torch.as_tensor(keys).cpu().numpy(), *others))
     torch.set_rng_state(generators["torch"].cpu())
     if generators["cuda"] and len(generators["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([one.cpu() for one in generators["cuda"]])
