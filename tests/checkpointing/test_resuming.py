@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.checkpointing.format import FORMAT
 from lightning_rl.data import collector
 from lightning_rl.validation import ConfigurationError
 from tests.checkpointing.test_resume import SETTINGS, fit
-from tests.helpers import merged
+from tests.helpers import make_data, make_model, make_trainer, merged
 from tests.programs import run_ranks
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -611,3 +613,32 @@ def test_new_batch_size_restarts_the_phase(resume, caplog):
     dropped = "Stored rollouts have shape (1, 32), new ones shape (1, 16): the stored ones are dropped"
     assert caplog.messages.count(dropped) == 1
     assert (len(model.kept), model.kept.shape) == (2, (1, 16))
+
+
+@pytest.mark.parametrize("as_lists", [False, True], ids=["now", "by an earlier version"])
+def test_random_generators_of_python_and_numpy_continue(as_lists: bool, tmp_path: Path) -> None:
+    drawn: list[tuple[float, float]] = []
+
+    class Draws(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            drawn.append((random.random(), np.random.random()))
+
+    def fit_for(epochs: int, seed: int, ckpt_path: Path | None = None) -> Trainer:
+        random.seed(seed)
+        np.random.seed(seed)
+        data = make_data()
+        trainer = make_trainer(max_epochs=epochs, callbacks=[Draws()])
+        trainer.fit(make_model(data), data, ckpt_path=ckpt_path)
+        return trainer
+
+    fit_for(1, seed=1).save_checkpoint(tmp_path / "end.ckpt")
+    following = random.random(), np.random.random()
+    if as_lists:
+        checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=True)
+        state = checkpoint["lightning_rl"]["ranks"][0]["random"]
+        for name in ("python", "numpy"):
+            state[name][1] = state[name][1].tolist()
+        torch.save(checkpoint, tmp_path / "end.ckpt")
+    drawn.clear()
+    fit_for(2, seed=2, ckpt_path=tmp_path / "end.ckpt")
+    assert drawn[0] == following
