@@ -114,7 +114,21 @@ class Program:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-class Fork:
+class Child:
+    """A process that this process has forked."""
+
+    pid: int
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, or `None` while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+class Fork(Child):
     """A Python program that is forked from this process instead of started, in place of `subprocess.Popen`.
 
     It finds what this process has imported, and has none of its files and signal handlers.
@@ -137,7 +151,6 @@ class Fork:
         start_new_session: bool,
         **_: object,
     ) -> None:
-        self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             if start_new_session:
@@ -149,15 +162,8 @@ class Fork:
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))
             os._exit(_run(command[1:], os.getcwd(), dict(env), sys.path[1:]))
 
-    def poll(self) -> int | None:
-        """Return the exit status, or `None` while it runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
 
-
-class Rank:
+class Rank(Child):
     """A rank that a program starts, in place of `subprocess.Popen`: forked before the program has begun.
 
     So it is a child of the program that has imported what the server has.
@@ -201,19 +207,11 @@ class Rank:
         **_: object,
     ) -> None:
         self.args = args
-        self.returncode: int | None = None
         self.pid, told = self._waiting.pop(0)
         arguments = [argument for argument in args[1:] if argument != "-u"]  # which `torchrun` adds
         asked = {"arguments": arguments, "cwd": cwd or os.getcwd(), "env": dict(env)}
         with open(told, "w") as file:
             json.dump(asked | {"start_new_session": start_new_session}, file)
-
-    def poll(self) -> int | None:
-        """Return the exit status, or `None` while it runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
 
     def wait(self, timeout: float = math.inf) -> int:
         """Return the exit status; raise `subprocess.TimeoutExpired` if it does not end."""

@@ -1,5 +1,7 @@
 """Every shipped configuration parses, is consistent as it stands, and runs."""
 
+import contextlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -46,9 +48,13 @@ def as_typed(in_tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_RL_RUN_DIR", "")
 
 
-def with_defaults(given: dict, cls: type) -> dict:
-    """Options of a configuration and the defaults of those that it does not give."""
-    return defaults_of(cls) | given
+def parsed(path: Path) -> dict:
+    """The whole configuration, defaults included."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", str(path), "--print_config"])
+    assert exit_.value.code == 0
+    return yaml.load(output.getvalue(), yaml.CSafeLoader)
 
 
 def options_of_data(config: dict) -> dict:
@@ -99,39 +105,23 @@ def test_minatar_games_but_breakout_share_their_hyper_parameters():
     assert len({json.dumps(model) for name, model in models.items() if name != "minatar_breakout"}) == 1
 
 
-def test_command_line_adds_the_defaults_that_the_other_tests_take_for_granted(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["fit", "--config", "ppo/pong", "--print_config"])
-    assert exit_.value.code == 0
-    printed, given = yaml.safe_load(capsys.readouterr().out), yaml.safe_load((CONFIGS / "ppo/pong.yaml").read_text())
-    assert printed["seed_everything"] == 0
-    assert printed["trainer"]["log_every_n_steps"] == 10
-    data, options = with_defaults(given["data"], RolloutDataModule), with_defaults(given["model"]["init_args"], PPO)
-    names = ("num_envs", "rollout_length", "rollouts_per_epoch")
-    assert [printed["data"][name] for name in names] == [data[name] for name in names]
-    names = ("num_epochs", "num_minibatches", "gamma")
-    assert [printed["model"]["init_args"][name] for name in names] == [options[name] for name in names]
-
-
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_configuration_is_consistent_as_it_stands(path):
-    config = yaml.safe_load(path.read_text())
-    name = config["model"]["class_path"]
-    data = with_defaults(
-        options_of_data(config), getattr(lightning_rl, config["data"].get("class_path", "RolloutDataModule"))
-    )
-    options = with_defaults(config["model"].get("init_args", {}), getattr(lightning_rl, name))
+    config = parsed(path)
+    data, model = options_of_data(config), config["model"]
+    name = model["class_path"].rpartition(".")[2]
     assert path.parent.name == FOLDERS.get(name, name.lower())  # configs/<algorithm>/<environment>.yaml
     assert path.read_text().startswith("# ")  # says what it is
-    memory = MemoryOptions.parse(config["model"].get("init_args", {}).get("policy", {}).get("memory"))
+    num_steps, options = data["num_envs"] * data["rollout_length"], model["init_args"]
+    memory = MemoryOptions.parse(options["policy"]["memory"])
     num_sequences = None if memory is None else memory.num_sequences((data["rollout_length"], data["num_envs"]))
-    rollout = data["num_envs"] * data["rollout_length"]
-    check_minibatches(rollout, options.get("num_minibatches", 1), num_sequences)
+    check_minibatches(num_steps, options.get("num_minibatches", 1), num_sequences)
     # It ends, is validated more than once on the way, and begins the same each time.
+    rollout = data["num_envs"] * data["rollout_length"]
     assert config["max_env_steps"] >= 2 * rollout * data["rollouts_per_epoch"]
-    assert "seed_everything" not in config  # 0 by default
+    assert config["seed_everything"] == 0
     # Each epoch logs something.
-    assert data["rollouts_per_epoch"] >= config.get("trainer", {}).get("log_every_n_steps", 10)
+    assert data["rollouts_per_epoch"] >= config["trainer"]["log_every_n_steps"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.torch_version import TorchVersion
 
-from lightning_rl import PPO, fast
+from lightning_rl import PPO, RND, fast
 from lightning_rl.fast import programs
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
@@ -123,6 +123,12 @@ def test_gradient_clipping_and_optimizer_options_equal_autograd(case, uncompiled
     assert_alike(model, other)
     if case == "divergence":
         assert model.trainer.global_step < 12
+
+
+def test_networks_with_frozen_parameters_are_compiled(uncompiled):
+    model, other = (learn(algorithm=RND, fast_paths=fast_paths) for fast_paths in ("compiled", "none"))
+    assert not model.steps.engine.failed
+    assert_alike(model, other, 1e-5)
 
 
 def test_limits_of_the_standard_deviation_are_compiled(monkeypatch):
