@@ -15,7 +15,18 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeGuard,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 
@@ -353,6 +364,21 @@ def check_installed(what: str, extra: str, *packages: str) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise ConfigurationError(f"{what} needs {package}, which is not installed: {how_to_install(extra)}")
+
+
+if TYPE_CHECKING:
+    class_only = classmethod
+else:
+
+    class class_only(classmethod):
+        """A class method that is refused on an instance, which it would leave unchanged."""
+
+        def __get__(self, instance: object, owner: type | None = None) -> Callable[..., Any]:
+            def refused(*_: object, **__: object) -> None:
+                call = f"{type(instance).__name__}.{self.__name__}"
+                raise ConfigurationError(f"{self.__name__} returns a new object: expected {call}(...), on the class")
+
+            return super().__get__(None, owner) if instance is None else refused
 
 
 FROM_COMMAND_LINE = ("_class_path", "_instantiator")

@@ -64,7 +64,7 @@ from lightning_rl.training.parameter_groups import (
 )
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.training.warning_filters import filter_misleading_warnings
-from lightning_rl.validation import ClassSpec, ConfigurationError, check, is_one_of
+from lightning_rl.validation import ClassSpec, ConfigurationError, check, class_only, is_one_of
 
 
 def _update_acting_policy(model: Any) -> None:
@@ -703,7 +703,7 @@ class OnPolicyAlgorithm(LightningModule):
         rank_zero_info(f"Starting with parameters from {path}:\n  {result}")
         return result
 
-    @classmethod
+    @class_only
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | IO[bytes],

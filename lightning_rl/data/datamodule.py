@@ -58,6 +58,7 @@ from lightning_rl.validation import (
     check,
     check_names,
     check_positive_int,
+    class_only,
     constructor_options,
     did_you_mean,
     is_int,
@@ -172,7 +173,7 @@ class RolloutDataModule(LightningDataModule):
         self._suggested = False
         super().save_hyperparameters({})  # saves nothing, but makes the Trainer log `hparams_initial`
 
-    @classmethod
+    @class_only
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | IO[bytes],

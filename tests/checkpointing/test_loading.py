@@ -181,6 +181,13 @@ def test_tensors_of_a_gpu_that_this_machine_does_not_have_are_loaded_on_the_cpu(
     assert_equal_parameters(PPO.load_from_checkpoint(path), parameters_of(model))
 
 
+@pytest.mark.parametrize("make", [lambda: make_model(make_data()), make_data])
+def test_loading_is_refused_on_an_object_which_would_not_change(make):
+    expected = r"returns a new object: expected (PPO|RolloutDataModule)\.load_from_checkpoint\(\.\.\.\), on the class"
+    with pytest.raises(ConfigurationError, match=expected):
+        make().load_from_checkpoint("last.ckpt")
+
+
 class Coefficient(PPO):
     def __init__(self, *args: Any, aux_coef: float = 0.5, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
