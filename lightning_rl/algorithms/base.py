@@ -298,6 +298,7 @@ class OnPolicyAlgorithm(LightningModule):
         return on_rows(self.policy if policy is None else policy, batch)
 
     def on_pass_end(self, batch: Batch, name: str) -> None:
+        """Log `debug.histograms` of a batch under `name`, after the first and the last pass over it."""
         log_histograms(self, batch, name)
 
     def scheduled(
@@ -315,6 +316,7 @@ class OnPolicyAlgorithm(LightningModule):
         return self.schedules.add(name, value, owner, option, **bounds)
 
     def policy_options(self) -> dict[str, Any]:
+        """Return the keywords of `ActorCritic` after its spaces: the options of the policy and of normalization."""
         return {name: self.options[option] for name, option in POLICY_OPTIONS.items()}
 
     @property

@@ -295,6 +295,7 @@ class PPG(PPO):
 
     @torch.no_grad()
     def store_distributions(self) -> None:
+        """Store the policy before the auxiliary phase: the parameters of its distribution at each kept step."""
         for addresses, minibatch in self._stored_minibatches(torch.arange):
             distribution, _ = self.actor_critic(minibatch)
             self.kept.write("old_distribution", addresses, distribution.parameters())

@@ -102,6 +102,7 @@ class OffPolicyPPG(PPG):
             self.finish_iteration()
 
     def store(self, rollout: Rollout) -> None:
+        """Add the steps of a rollout to each buffer, with their advantages and returns."""
         raw = self.batch(rollout)
         batch = self.estimator.normalized_over_rollout(raw)
         newest = batch.replace(versions=torch.full((len(batch),), rollout.policy_version))

@@ -97,6 +97,7 @@ class PPOKLPenalty(PPO):
 
     @property
     def penalty_weight(self) -> float:
+        """Weight of the penalties in the loss of this rank, whose gradient is averaged over ranks."""
         return 1.0
 
     def penalized_kl(self, batch: Batch, distribution: Distribution) -> Tensor:

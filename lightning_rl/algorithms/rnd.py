@@ -92,8 +92,7 @@ class RND(PPO):
         intrinsic_coef: Weight of the intrinsic advantages. May be a schedule.
         extrinsic_coef: Weight of the advantages of the environment's rewards. May be a schedule.
         intrinsic_gamma: Discount factor of the intrinsic rewards.
-        predictor_fraction: Share of each minibatch that the predictor learns from. Smaller values keep observations new
-            for longer.
+        predictor_fraction: Share of minibatches that trains the predictor. With less, observations stay new for longer.
         gamma: Discount factor of the environment's rewards.
         **kwargs: Options of `PPO`.
     """

@@ -47,8 +47,7 @@ def reverse_scan(x: Tensor, decay: Tensor | float, initial: Tensor | None = None
 
     Args:
         x: `[T, ...]`, of any real dtype. The result has its shape and the promoted dtype, at least float32.
-        decay: A scalar, or broadcastable to `x` with as many dimensions. Products of consecutive decays must not
-            overflow.
+        decay: A scalar, or broadcastable to `x` with as many dimensions. Products over time must not overflow.
         initial: `y[T]`, `[...]`. None is 0.
 
     Example:
