@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import sys
@@ -134,6 +135,17 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
 
     init_sanity_tqdm = init_validation_tqdm = init_test_tqdm = init_predict_tqdm = _announce
 
+    def on_train_start(self, *args: Any) -> None:
+        super().on_train_start(*args)
+        for handler in [] if self.train_progress_bar.disable else _log_handlers():
+            handler.addFilter(self._clear_line)
+
+    def _clear_line(self, record: logging.LogRecord) -> bool:
+        # Or the line of the log would begin at the end of the bar.
+        self.train_progress_bar.clear()
+        self.train_progress_bar.fp.flush()
+        return True
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
@@ -152,6 +164,8 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
         self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module), refresh=self._live)
 
     def on_train_end(self, *args: object, **kwargs: object) -> None:
+        for handler in _log_handlers():
+            handler.removeFilter(self._clear_line)
         self.train_progress_bar.set_description_str("Training")
         self.train_progress_bar.close()
 
@@ -162,6 +176,10 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not end a bar with each epoch."""
+
+
+def _log_handlers() -> list[logging.Handler]:
+    return [*logging.getLogger().handlers, *logging.getLogger("lightning.pytorch").handlers]
 
 
 class EnvStepRichProgressBar(_EnvStepBar, RichProgressBar):

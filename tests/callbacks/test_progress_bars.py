@@ -2,6 +2,7 @@
 
 import errno
 import io
+import logging
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import time
 import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_rl import PPO, EnvStepLimit, RolloutDataModule
 from lightning_rl.callbacks import progress_bars
@@ -137,6 +139,24 @@ def test_bar_counts_environment_steps_of_the_whole_run_and_not_of_an_epoch(termi
     assert (bar.train_progress_bar.n, bar.train_progress_bar.total) == (2 * EPOCH, 2 * EPOCH)
     assert terminal.text.count("\n") == 1  # one line, left there at the end
     assert "Epoch" not in terminal.text and "it/s" not in terminal.text
+
+
+def test_lines_of_the_log_are_below_each_other_and_not_behind_the_bar(terminal, capsys):
+    handler = logging.StreamHandler(sys.stdout)
+    (log := logging.getLogger("lightning.pytorch")).addHandler(handler)
+    trainer(EnvStepProgressBar(), Announces()).fit(model(), data())
+    log.removeHandler(handler)
+    lines = [re.split(r"\r", line)[-1] for line in terminal.text.split("\n")]
+    assert [line for line in lines if "updates by" in line] == [
+        "PPO updates by the fast engine, with the closed form of its loss"
+    ]
+    assert lines.count("a rollout has ended") == 8
+    assert handler.filters == []
+
+
+class Announces(Callback):
+    def on_train_batch_end(self, *args):
+        rank_zero_info("a rollout has ended")
 
 
 def test_bar_names_validation_and_then_shows_its_return(terminal):
