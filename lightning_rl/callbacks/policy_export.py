@@ -71,6 +71,10 @@ class PolicyExport(EnvStepWriter):
         super().load_state_dict(state_dict)
         self._score = state_dict["score"]
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # an earlier run may have trained another model
+            self._score = None
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return

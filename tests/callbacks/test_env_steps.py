@@ -727,6 +727,13 @@ def test_two_exports_have_separate_states_and_the_score_is_resumed(tmp_path):
     assert again._score == {"mean": 1.5}
 
 
+def test_an_export_of_a_new_run_has_no_score_of_an_earlier_run(tmp_path):
+    export = PolicyExport(64, tmp_path, programs=GREEDY)
+    fit(export, EnvStepLimit(64))
+    fit(export, EnvStepLimit(64), limit_val_batches=0)
+    assert json.loads((tmp_path / "step=64" / "policy.json").read_text())["score"] is None
+
+
 def test_last_checkpoint_with_weights_alone_is_refused():
     with pytest.raises(ConfigurationError, match="save_last=True is not valid: expected False with save_weights_only"):
         EnvStepCheckpoint(10, save_last=True, save_weights_only=True)
