@@ -70,6 +70,11 @@ class _EnvStepBar(ProgressBar):
         super().__init__(*args, **kwargs)
         self._shown: dict[str, Any] = {}
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":  # an earlier run may have trained another model
+            self._shown = {}
+
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         returns, others = trainer.callback_metrics, super().get_metrics(trainer, pl_module)
         self._shown |= {name: float(returns[key]) for key, name in _RETURNS.items() if key in returns}

@@ -166,6 +166,15 @@ def test_bar_names_validation_and_then_shows_its_return(terminal):
     assert re.match(r"Training: 100%\|.*val=[\d.]+", terminal.frames[validating + 1])
 
 
+def test_bar_of_a_new_run_shows_no_values_of_an_earlier_run(terminal):
+    bar = EnvStepProgressBar()
+    for _ in range(2):
+        terminal.clear()
+        trainer(bar, max_epochs=1, num_sanity_val_steps=0).fit(model(), data())
+    validating = next(frame for frame in terminal.frames if frame.startswith("Validating: 100%"))
+    assert "val=" not in validating
+
+
 @pytest.mark.parametrize("columns", [200, 60])
 def test_frames_fit_into_the_terminal(terminal, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
