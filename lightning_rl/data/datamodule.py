@@ -268,6 +268,8 @@ class RolloutDataModule(LightningDataModule):
     # ------------------------------------------------------------------------------------------------ Lightning's hooks
 
     def train_dataloader(self) -> OnDemandLoader[Rollout]:
+        sampler = self._sampler  # the options may have been set since an earlier fit
+        sampler.num_envs, sampler.rollout_length, sampler.info_keys = self.num_envs, self.rollout_length, self.info_keys
         self._collected_version = None  # a rollout that an earlier fit did not learn from is dropped
         self._timed_since, self._env_seconds, self._suggested = None, 0.0, False
         return self._loader(self.collect, self.rollouts_per_epoch)
