@@ -473,7 +473,8 @@ def test_lightnings_tuner_is_refused_with_what_to_do_instead():
     data = make_data()
     model = make_model(data)
     before = [x.clone() for x in model.parameters()]
-    rate, size = "LearningRateFinder cannot be used: .*tune.py", "BatchSizeFinder cannot be used: .*num_envs"
+    rate = "LearningRateFinder cannot be used: .*tune.py.*; after a Tuner, .* make a new Trainer"
+    size = "BatchSizeFinder cannot be used: .*num_envs.*; after a Tuner, .* make a new Trainer"
     for callback, message in ((LearningRateFinder(), rate), (BatchSizeFinder(), size)):
         with pytest.raises(ConfigurationError, match=message):
             make_trainer(callbacks=[callback]).fit(model, data)

@@ -147,9 +147,11 @@ def _check_learning_rates(given: Mapping[str, Any]) -> None:
 
 
 _FEWER_MINIBATCHES = "a batch is a rollout; lower num_minibatches of the model for gradients of more steps"
+_NEW_TRAINER = "; after a Tuner, which leaves this callback in its Trainer, make a new Trainer"
 _REFUSED = {
-    LearningRateFinder: "its measure, the loss, says nothing about a policy; compare returns (examples/tune.py)",
-    BatchSizeFinder: "a batch is a rollout; set num_envs and rollout_length, or more minibatches if memory is short",
+    LearningRateFinder: f"the loss says nothing about a policy; compare returns (examples/tune.py){_NEW_TRAINER}",
+    BatchSizeFinder: "a batch is a rollout; set num_envs and rollout_length, or more minibatches if memory is short"
+    + _NEW_TRAINER,
     GradientAccumulationScheduler: _FEWER_MINIBATCHES,
     StochasticWeightAveraging: "learning rates are options of the model; EMAWeightAveraging averages without them",
     BaseFinetuning: "learning rates are options of the model; freeze modules by requires_grad_(False) in a callback",
