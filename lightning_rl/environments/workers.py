@@ -42,6 +42,8 @@ from lightning_rl.validation import ConfigurationError
 
 # Seconds that all workers together have to close their environments before they are killed.
 _GRACE = 5.0
+# Minimum seconds for the start of a process that is not forked: it imports PyTorch and the script of the user first.
+_START = 120.0
 # Attributes of an environment that its vector environment needs.
 DESCRIBED = ("observation_space", "action_space", "metadata", "render_mode")
 _LEFT_TO_PARENT = [
@@ -58,7 +60,7 @@ class WorkerPool(EnvironmentPool):
 
     Args:
         factories: Make the environments, one per worker; this process makes no environment.
-        timeout: Maximum seconds to make an environment, and for each step, reset or call.
+        timeout: Maximum seconds for each step, reset or call, and to make an environment in a forked process.
 
     Attributes:
         choose_ahead: Chooses the next actions of the first half of the environments while the second half still steps,
@@ -81,7 +83,7 @@ class WorkerPool(EnvironmentPool):
         with none_left_on_failure():
             for index in range(self.num_envs):
                 self._start(index)
-            found = self._answers(range(self.num_envs))
+            found = self._answers(range(self.num_envs), self._time_to_start())
             if self._lost:
                 raise self._failure(self._lost)
             super().__init__([one.fn for one in found])
@@ -134,7 +136,8 @@ class WorkerPool(EnvironmentPool):
                 if self._losses_in_a_row[index] > MAX_RESTARTS_IN_A_ROW:
                     give_up(EnvironmentFailure(failures[-1]))
                 self._start(index)
-                self._answers([index])  # the description, unless the new process is lost too
+                # The description, unless the new process is lost too.
+                self._answers([index], self._time_to_start())
                 self._share(index)
                 arguments = {"stream_seed": stream_seed, "episode": episode, "settings": self.settings}
                 self._send({index: ("next_episode", arguments)})
@@ -216,8 +219,11 @@ class WorkerPool(EnvironmentPool):
                 except OSError:
                     self._lose(index)
 
-    def _answers(self, indices: Sequence[int]) -> list[Any]:
-        deadline = time.monotonic() + self.timeout
+    def _time_to_start(self) -> float:
+        return self.timeout if multiprocessing.get_start_method() == "fork" else max(self.timeout, _START)
+
+    def _answers(self, indices: Sequence[int], timeout: float | None = None) -> list[Any]:
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         answers = [self._receive(index, deadline) for index in indices]
         if self._lost and not self._replaces_workers:
             raise self._failure(self._lost)

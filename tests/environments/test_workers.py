@@ -161,6 +161,18 @@ def test_replacement_uses_the_shared_memory_of_the_lost_worker():
     environments.close()
 
 
+def test_time_limit_of_a_step_excludes_the_start_of_processes_that_are_not_forked(monkeypatch):
+    spawn = multiprocessing.get_context("spawn")  # whose processes import PyTorch first
+    monkeypatch.setattr(multiprocessing, "Process", spawn.Process)
+    monkeypatch.setattr(multiprocessing, "get_start_method", spawn.get_start_method)
+    environments = make_batch("CartPole-v1", backend="async", env={"on_failure": "restart", "step_timeout": 2.0})
+    environments.reset()
+    os.kill(environments.env.processes[0].pid, signal.SIGKILL)
+    failed = [list(environments.step(np.zeros(1, np.int64)).failed) for _ in range(2)]
+    environments.close()
+    assert failed == [[0], []]
+
+
 def test_infos_of_no_environment_are_empty():
     assert batch_infos([{}, {}]) == {}
 
