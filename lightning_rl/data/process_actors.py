@@ -170,8 +170,8 @@ class ProcessActors(Actors):
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 method = self.options.start_method or multiprocessing.get_start_method()
                 raise ConfigurationError(
-                    f"actors.start_method={method!r} cannot send the policy to another process ({error}): expected a "
-                    "policy of classes and functions that can be imported, or 'fork' where the system has it"
+                    f"actors.start_method={method!r} cannot send the policy or env.kwargs to a process ({error}): "
+                    "expected classes and functions that can be imported, or 'fork' where the system has it"
                 ) from error
             theirs.close()  # so that the end of the process closes the pipe
             self._processes.append(process)

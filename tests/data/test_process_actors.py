@@ -189,6 +189,14 @@ def test_policy_must_be_picklable():
         make_trainer().fit(model, data)
 
 
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+def test_arguments_of_environments_must_be_picklable():
+    kwargs = {"sutton_barto_reward": lambda: True}
+    data = make_actors(actors={"start_method": "spawn"}, env={"kwargs": kwargs})
+    with pytest.raises(ConfigurationError, match=r"cannot send the policy or env\.kwargs to a process \(.*<lambda>"):
+        make_trainer().fit(make(data), data)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
