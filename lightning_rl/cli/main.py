@@ -72,7 +72,7 @@ class SaveConfig(SaveConfigCallback):
         kept = self.config.clone()
         kept.ckpt_path, kept.resume_changes = None, "refuse"
         text = str(self.parser.dump(kept, skip_validation=True, skip_unset=False))
-        if [earlier.read_text() for earlier in run_folders.configurations(folder)[-1:]] != [text]:
+        if [earlier.read_text(encoding="utf-8") for earlier in run_folders.configurations(folder)[-1:]] != [text]:
             run_folders.next_configuration(folder).write_text(text)
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger | TensorBoardLogger):

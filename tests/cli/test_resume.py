@@ -337,6 +337,15 @@ def test_saved_configurations_are_read_alike_in_every_encoding(capsys):
     assert capsys.readouterr().out.isascii()
 
 
+def test_a_comment_in_the_configuration_of_a_run_is_read_on_a_system_with_another_encoding(monkeypatch):
+    main(["fit", *SMALL, "--max_env_steps=64"])
+    config = RUN / "config.yaml"
+    config.write_text(f"# “größer”\n{config.read_text()}", encoding="utf-8")
+    monkeypatch.setattr("io.text_encoding", lambda encoding, *_: encoding or "cp1252")  # as on Windows
+    main(["fit", *SMALL, "--max_env_steps=96", "--ckpt_path=last"])
+    assert stored()["lightning_rl"]["env_steps"] == 96
+
+
 def test_an_interrupted_run_says_how_to_go_on():
     Path("interrupt.py").write_text(
         "from lightning.pytorch import Callback\n"
