@@ -421,9 +421,9 @@ def compiler_problem(device: torch.device) -> str | None:
         return f"the device is {device.type}"
     if torch.__version__ < "2.11":  # compares versions, not text
         return f"PyTorch {torch.__version__} cannot trace a loss with its gradient: 2.11 can"
-    named = os.environ.get("CXX")
-    if not any(map(shutil.which, [named] if named else ["g++", "c++", "clang++"])):
-        return f"there is no C++ compiler{f' {named}' if named else ''}: install g++ or clang++, or set CXX"
+    named, known = os.environ.get("CXX"), ["cl"] if os.name == "nt" else ["g++", "clang++", "c++"]
+    if not any(map(shutil.which, [named] if named else known)):
+        return f"there is no C++ compiler{f' {named}' if named else ''}: install {' or '.join(known[:2])}, or set CXX"
     return None
 
 

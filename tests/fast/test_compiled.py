@@ -306,6 +306,18 @@ def test_a_compiler_that_cannot_work_is_an_error_that_names_the_reason(change, r
         model.check_run(trainer, None)
 
 
+def test_the_compiler_of_windows_is_cl(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    problems = []
+    for installed in ("cl", "g++"):
+        with monkeypatch.context() as patch:
+            patch.setattr("os.name", "nt")
+            patch.setattr(shutil, "which", {installed: installed}.get)
+            problems.append(fast.compiler_problem(torch.device("cpu")))
+    assert problems == [None, "there is no C++ compiler: install cl, or set CXX"]
+
+
 def test_unknown_value_of_fast_paths_is_an_error():
     with pytest.raises(ConfigurationError, match=r"^debug\.fast_paths=True is not valid: expected one of"):
         PPO(VECTOR, DISCRETE, debug={"fast_paths": True})
