@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import inspect
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -355,8 +356,10 @@ def _with_tuples(cls: type[Any], init_args: Mapping[str, Any]) -> dict[str, Any]
 
 def how_to_install(extra: str) -> str:
     """Return the commands that install an extra, with the package and in a checkout, to end a message with."""
-    constraints = "" if extra == "robotics" else "-c constraints.txt "  # robotics needs a newer MuJoCo
-    return f"pip install 'lightning-rl[{extra}]', in a checkout pip install {constraints}-e '.[{extra}]'"
+    constraints = "" if extra == "robotics" else "-c constraints.txt "  # robotics needs an older MuJoCo
+    quote = '"' if os.name == "nt" else "'"  # `cmd` of Windows knows no single quotes
+    package, checkout = (f"{quote}{name}[{extra}]{quote}" for name in ("lightning-rl", "."))
+    return f"pip install {package}, in a checkout pip install {constraints}-e {checkout}"
 
 
 def check_installed(what: str, extra: str, *packages: str) -> None:

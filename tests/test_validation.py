@@ -10,6 +10,7 @@ from lightning_rl.validation import (
     ConfigurationError,
     check_number,
     check_positive_int,
+    how_to_install,
     import_class,
     instantiate,
     to_class_spec,
@@ -126,3 +127,10 @@ def test_arguments_that_a_class_refuses_are_named():
         "field", {"class_path": "torch.nn.Linear", "init_args": {"bias": False}}, torch.nn.Module, 2, out_features=3
     )
     assert layer.weight.shape == (3, 2) and layer.bias is None
+
+
+def test_commands_that_install_an_extra_can_be_typed_on_windows(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("os.name", "nt")
+        said = how_to_install("video")
+    assert said == 'pip install "lightning-rl[video]", in a checkout pip install -c constraints.txt -e ".[video]"'

@@ -133,4 +133,4 @@ def working_versions(error: BaseException) -> str:
     modules = {frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
     if not modules & {"gymnasium_robotics", "dm_control"}:
         return ""
-    return "; these versions work together: pip install 'lightning-rl[robotics]'"
+    return f"; these versions work together: {how_to_install('robotics').partition(',')[0]}"
