@@ -26,7 +26,7 @@ from lightning_rl.validation import NonNegativeInt, PositiveFloat, PositiveInt, 
 POLL_SECONDS = 0.5
 # Smaller tensors go through the pipe: shared memory costs a connection for each tensor.
 _MAX_IN_PIPE = 2**18
-StartMethod = Literal["fork", "spawn", "forkserver"]
+StartMethod = Literal["fork", "spawn"]
 ActorBackend = Literal["processes", "ray"]
 
 
@@ -40,7 +40,7 @@ class ActorConfig:
             and the algorithm must correct for this policy lag. With 0 the learner collects, and runs are reproducible.
         prefetch: Maximum number of rollouts per actor that are ready or in progress. None is 2 with several processes,
             so that no actor idles while the learner trains on another actor's rollout, else 1.
-        start_method: How processes are started: `fork`, `spawn` or `forkserver`. None is Python's default.
+        start_method: How processes are started: `fork` or `spawn`. None is `fork` where it is Python's default.
         timeout: Maximum seconds for one rollout, including the start of the actor. An actor that takes longer counts
             as hung and ends the run.
         max_policy_lag: Maximum policy lag of a rollout, in updates. Older rollouts are dropped and counted as

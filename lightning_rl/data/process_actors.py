@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import multiprocessing
 import pickle
 import queue
 import signal
@@ -39,6 +38,7 @@ from lightning_rl.environments.workers import (
     none_left_on_failure,
     pickle_shared,
     signals_waiting,
+    start_context,
     to_shared_memory,
 )
 from lightning_rl.policies.actor_critic import copy_to_cpu
@@ -144,7 +144,7 @@ class ProcessActors(Actors):
 
     def __init__(self, options: ActorConfig, setup: ActorSetup, policy: nn.Module, version: int) -> None:
         super().__init__(options, setup, version)
-        context = multiprocessing.get_context(options.start_method)
+        context = start_context(options.start_method)
         self._weights = SharedWeights(policy, context)
         self._weights.publish(policy, version)
         # Shared memory: the learner needs no more rollouts.
@@ -168,7 +168,7 @@ class ProcessActors(Actors):
             try:
                 process.start()
             except (pickle.PicklingError, AttributeError, TypeError) as error:
-                method = self.options.start_method or multiprocessing.get_start_method()
+                method = context.get_start_method()
                 raise ConfigurationError(
                     f"actors.start_method={method!r} cannot send the policy or env.kwargs to a process ({error}): "
                     "expected classes and functions that can be imported, or 'fork' where the system has it"

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.reduction import ForkingPickler
 from operator import itemgetter, setitem
 from types import SimpleNamespace
@@ -72,6 +73,7 @@ class WorkerPool(EnvironmentPool):
         self.timeout = timeout
         self._factories = factories
         self._replaces_workers = replaces_workers
+        self._context = start_context()
         # Exit codes of lost workers; None if a worker hung.
         self._lost: dict[int, str | None] = {}
         self._losses_in_a_row = [0] * self.num_envs
@@ -186,9 +188,10 @@ class WorkerPool(EnvironmentPool):
     def _start(self, index: int) -> None:
         self.pipes[index], child_pipe = multiprocessing.Pipe()
         args = index, CloudpickleWrapper(self._factories[index]), child_pipe
-        self.processes[index] = multiprocessing.Process(target=_work, args=args, name=f"Worker-{index}", daemon=True)
+        process = self._context.Process(target=_work, args=args, name=f"Worker-{index}", daemon=True)
+        self.processes[index] = process
         with signals_waiting(), clear_mpi_env_vars():
-            self.processes[index].start()
+            process.start()
         child_pipe.close()
 
     def _allocate(self, space: gymnasium.Space[Any]) -> Tensor:
@@ -220,7 +223,7 @@ class WorkerPool(EnvironmentPool):
                     self._lose(index)
 
     def _time_to_start(self) -> float:
-        return self.timeout if multiprocessing.get_start_method() == "fork" else max(self.timeout, _START)
+        return self.timeout if self._context.get_start_method() == "fork" else max(self.timeout, _START)
 
     def _answers(self, indices: Sequence[int], timeout: float | None = None) -> list[Any]:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
@@ -321,6 +324,15 @@ def _work(index: int, make: Factory, pipe: Any) -> None:  # a connection
     finally:
         if env is not None:
             env.close()
+
+
+def start_context(method: str | None = None) -> Any:  # multiprocessing types no `Process` of a context
+    """Return the context that starts processes by a method, by default Python's, but `spawn` in place of `forkserver`."""
+    # The processes of a fork server do not inherit the signals that this process blocks.
+    method = method or multiprocessing.get_start_method()
+    if method != "fork" and hasattr(signal, "pthread_sigmask"):
+        resource_tracker.ensure_running()  # its start unblocks signals
+    return multiprocessing.get_context("spawn" if method == "forkserver" else method)
 
 
 def live_with_parent() -> None:

@@ -202,7 +202,7 @@ def test_arguments_of_environments_must_be_picklable():
     [
         ({"actors": {"count": -1}}, "actors.count=-1 is not valid: expected an integer of at least 0"),
         ({"actors": {"prefetch": 0}}, "actors.prefetch=0"),
-        ({"actors": {"start_method": "thread"}}, "actors.start_method='thread'.*fork, spawn, forkserver"),
+        ({"actors": {"start_method": "thread"}}, "actors.start_method='thread'.*fork, spawn$"),
         ({"actors": {"timeout": 0}}, "actors.timeout=0"),
         ({"actors": {"max_policy_lag": -1}}, "actors.max_policy_lag=-1"),
         (

@@ -6,8 +6,11 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -162,15 +165,39 @@ def test_replacement_uses_the_shared_memory_of_the_lost_worker():
 
 
 def test_time_limit_of_a_step_excludes_the_start_of_processes_that_are_not_forked(monkeypatch):
-    spawn = multiprocessing.get_context("spawn")  # whose processes import PyTorch first
-    monkeypatch.setattr(multiprocessing, "Process", spawn.Process)
-    monkeypatch.setattr(multiprocessing, "get_start_method", spawn.get_start_method)
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "spawn")  # whose processes import PyTorch first
     environments = make_batch("CartPole-v1", backend="async", env={"on_failure": "restart", "step_timeout": 2.0})
     environments.reset()
     os.kill(environments.env.processes[0].pid, signal.SIGKILL)
     failed = [list(environments.step(np.zeros(1, np.int64)).failed) for _ in range(2)]
     environments.close()
     assert failed == [[0], []]
+
+
+def test_first_signals_wait_in_new_processes_where_python_has_a_fork_server(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import multiprocessing, signal\n"
+        "from lightning_rl.environments.workers import signals_waiting, start_context\n"
+        "def report(pipe):\n"
+        "    pipe.send(signal.pthread_sigmask(signal.SIG_BLOCK, []) >= {signal.SIGINT, signal.SIGTERM})\n"
+        "if __name__ == '__main__':\n"
+        "    multiprocessing.set_start_method('forkserver')\n"
+        "    context = start_context()\n"
+        "    ours, theirs = context.Pipe()\n"
+        "    process = context.Process(target=report, args=[theirs])\n"
+        "    with signals_waiting():\n"
+        "        process.start()\n"
+        "    print(ours.recv(), signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
+    )
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("True set()\n", "")
 
 
 def test_infos_of_no_environment_are_empty():
