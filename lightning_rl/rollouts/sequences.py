@@ -93,15 +93,15 @@ def _segments(sequences: Sequences, padded: bool = False) -> Segments:
     begins_here[(lengths.cumsum(0) - lengths)[lengths > 0]] = True
     begins = begins_here.nonzero().squeeze(1)
     sizes, order = torch.diff(begins, append=begins.new_tensor([len(starts)])).sort(descending=True, stable=True)
-    steps = torch.arange(int(sizes[0]) if len(sizes) else 0).unsqueeze(1)
-    has_row = steps < sizes
-    batch_sizes = has_row.sum(1)
+    batch_sizes = torch.bincount(sizes)[1:].flip(0).cumsum(0).flip(0)
     if padded:  # to 4, 8, 16, …: an LSTM of 128 units takes two thirds of the time
         batch_sizes = (2.0 ** batch_sizes.log2().ceil()).long().clamp(4, len(sizes))
-    is_computed = torch.arange(len(sizes)) < batch_sizes.unsqueeze(1)
-    rows = (begins[order] + steps).clamp(max=len(starts) - 1)[is_computed]
+    # Step and segment of each computed row: no mask of all steps and segments, which may take gigabytes.
+    steps = torch.arange(len(batch_sizes)).repeat_interleave(batch_sizes)
+    segment = torch.arange(len(steps)) - (batch_sizes.cumsum(0) - batch_sizes).repeat_interleave(batch_sizes)
+    rows = (begins[order][segment] + steps).clamp(max=len(starts) - 1)
     indices = torch.empty(len(starts), dtype=torch.int64)
-    is_real = has_row[is_computed]
+    is_real = steps < sizes[segment]
     indices[rows[is_real]] = is_real.nonzero().squeeze(1)
     sequence = sequence_of_row[begins]
     # Before sorting, a segment is the last of its sequence if the next segment belongs to another one.

@@ -119,6 +119,16 @@ def test_sequences_of_unequal_lengths_give_the_values_of_single_steps():
             torch.testing.assert_close(found[rows], expected.squeeze(1), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["segments", "padded_segments"])
+def test_segments_of_one_long_and_many_short_episodes_need_little_memory(name):
+    """A mask of all steps and segments would have 256 entries for each row, and would grow with their square."""
+    starts = torch.arange(1024) >= 512
+    sequences = Sequences(torch.tensor([1024]), starts, torch.zeros(1, 1))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        getattr(sequences, name)
+    assert 0 < max(event.self_cpu_memory_usage for event in profile.events()) <= 32 * 1024
+
+
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_packed_unroll_equals_unroll_in_runs(kind):
     torch.manual_seed(0)
