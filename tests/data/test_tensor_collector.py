@@ -181,6 +181,20 @@ def test_truncation_without_final_observation_bootstraps_from_the_previous_value
     torch.testing.assert_close(rollout.next_values[cut], rollout.values[cut])
 
 
+def test_number_of_copies_does_not_depend_on_how_many_episodes_are_truncated():
+    """On a GPU each copy is a launch, and thousands of environments may reach their time limit in one step."""
+    counts = []
+    for num_envs in (3, 30):
+        env = Reach(num_envs, limit=1)
+        policy = ActorCritic(env.single_observation_space, env.single_action_space, hidden_sizes=(8,))
+        collector = Collector(TensorEnvironments(env, 5), 20, torch.Generator())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            rollout = collector.collect(policy)
+        assert len(rollout.final_indices) == 20 * num_envs
+        counts.append(sum(event.name == "aten::copy_" for event in profile.events()))
+    assert counts[0] == counts[1] > 0
+
+
 def test_non_finite_reward_names_the_environment():
     policy, tensors, _ = collectors(spoil_at=25)
     tensors.collect(policy)
