@@ -179,7 +179,7 @@ class RecordedEpisodes(RolloutDataModule):
             observations = [map_leaves(lambda x: x[:-1], episode.observations) for episode in found]
             dtypes = map_space(lambda leaf: leaf.dtype, self.observation_space)
             seen = map_stacked(np.concatenate, observations)
-            observations = map_leaves(lambda dtype, x: x.astype(dtype), dtypes, seen)
+            observations = map_leaves(lambda dtype, x: x.astype(dtype, copy=False), dtypes, seen)
             _check_observations(self.observation_space, seen, observations)
             taken = map_stacked(np.concatenate, [episode.actions for episode in found])
             actions = _actions_of_space(self.action_space, taken)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import sys
+import tracemalloc
 import types
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.interface import from_environment, to_environment
 from lightning_rl.rollouts.rollout import Episode
 from lightning_rl.validation import ConfigurationError, ExplainedError
-from tests.helpers import Recorder, full_disk, make_data, make_trainer, parameters_of
+from tests.helpers import PIXELS, Recorder, full_disk, make_data, make_trainer, parameters_of
 
 ROOT = Path(__file__).parents[2]
 AIM: dict[str, Any] = {"env": {"kwargs": {"action_space": {"type": "Discrete", "n": 3, "start": 5}}}}
@@ -408,6 +409,18 @@ def test_observations_outside_of_their_bounds_are_read_with_a_warning(step):
 
 
 @pytest.mark.filterwarnings("error:.*Casting input x")
+def test_observations_are_copied_once():
+    episode = Episode(episode_return=0.0, length=20_000, terminated=True, rewards=np.zeros(20_000))
+    episode.observations, episode.actions = np.zeros((20_001, 7, 7, 3), np.uint8), np.zeros(20_000, np.int64)
+    tracemalloc.start()
+    try:
+        RecordedEpisodes(PIXELS, [episode])
+        # One copy of the observations, a flag for each of their numbers, actions and rewards.
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * episode.observations.nbytes
+    finally:
+        tracemalloc.stop()
+
+
 def test_episodes_with_scalar_observations_are_read_without_a_warning():
     seen = {"observations": np.zeros(2, np.float32), "actions": np.zeros(1, int), "rewards": np.ones(1)}
     episode = Episode(episode_return=1.0, length=1, terminated=True, **seen)
