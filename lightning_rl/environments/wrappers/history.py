@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from lightning_rl.environments.contract import LIFE_LOST, Array, row_of
+from lightning_rl.environments.contract import LIFE_LOST, Array
 from lightning_rl.environments.wrappers.action_repeat import as_earned_in_training
 from lightning_rl.environments.wrappers.transforms import RewardTransform
 from lightning_rl.masks import MAX_INTEGER_CHOICES, ActionMask, has_choices, num_choices
-from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, replace_leaves
+from lightning_rl.nested import Nested, leaves, map_leaves, map_space, replace_leaves
 from lightning_rl.spaces import image_layout, is_image, space_to_dict
 from lightning_rl.validation import ConfigurationError, check
 
@@ -127,12 +127,17 @@ class FlatObservations(History):
     def __init__(self, space: spaces.Space[Any]) -> None:
         space_to_dict(space, "observation_space")  # names an unsupported part
         super().__init__(spaces.flatten_space(space), {})
-        self._inner = space
+        self._flatteners = map_space(_flattener, space)
 
     def show(self, observations: Nested) -> Nested:
-        count = len(first_leaf(observations))
-        rows = (spaces.flatten(self._inner, row_of(observations, index)) for index in range(count))
-        return np.stack([np.asarray(row) for row in rows])
+        rows = leaves(map_leaves(lambda flatten, x: flatten(x), self._flatteners, observations))
+        return np.concatenate(rows, 1, dtype=self.space.dtype)
+
+
+# As `spaces.flatten`, but for rows `[B, ...]` of a leaf: 1,024 single calls would take 14 ms.
+def _flattener(space: spaces.Space[Any]) -> Callable[[Any], Array]:
+    one_hot = isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
+    return _encoder(space) if one_hot else partial(_flatten, space.dtype)
 
 
 ACTION, REWARD, OBSERVATION = "previous_action", "previous_reward", "observation"

@@ -1,9 +1,17 @@
 """The history of vector wrappers is restored exactly in every backend with a state."""
 
+import cProfile
+import pstats
+
 import gymnasium
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
 
+from lightning_rl.environments.contract import row_of
+from lightning_rl.environments.wrappers.history import FlatObservations
 from lightning_rl.nested import leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from tests.mask_probes import kwargs_of, source_of
@@ -17,8 +25,8 @@ def assert_restored(env_id: str, num_envs: tuple[int, int] = (3, 3), **options) 
     collectors = [make_collector(make_batch(env_id, count, **options), 9) for count in num_envs]
     environments = collectors[0].environments
     torch.manual_seed(0)
-    spaces = environments.single_observation_space, environments.single_action_space
-    policy = ActorCritic(*spaces, hidden_sizes=(8,))
+    pair = environments.single_observation_space, environments.single_action_space
+    policy = ActorCritic(*pair, hidden_sizes=(8,))
     policy.act = lambda x, *_, act=policy.act: act(x, deterministic=True)  # type: ignore[method-assign]
     for _ in range(3):
         collectors[0].collect(policy)
@@ -88,3 +96,26 @@ def test_the_state_of_a_vector_wrapper_is_not_taken_for_that_of_its_environments
     batch.reset()
     assert batch.state_dict() is None
     batch.close()
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Discrete(4, start=-2),
+        spaces.MultiDiscrete([[3, 2], [4, 2]], start=[[1, 0], [0, -3]]),
+        spaces.Box(-2, 5, (3,), np.int8),
+        spaces.Dict(
+            b=spaces.Tuple([spaces.Box(-1, 1, (), np.float32), spaces.Discrete(3)]), a=spaces.MultiBinary((2, 2))
+        ),
+    ],
+)
+def test_all_environments_are_flattened_together_as_gymnasium_flattens_each(space):
+    history, calls = FlatObservations(space), []
+    for num_envs in (2, 200):
+        observations = batch_space(space, num_envs).sample()
+        with cProfile.Profile() as profile:
+            found = history.show(observations)
+        calls.append(pstats.Stats(profile).total_calls)
+        expected = np.stack([spaces.flatten(space, row_of(observations, index)) for index in range(num_envs)])
+        assert found.dtype == expected.dtype == history.space.dtype and np.array_equal(found, expected)
+    assert calls[0] == calls[1]
