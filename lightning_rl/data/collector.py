@@ -25,7 +25,7 @@ from lightning_rl.environments import (
     TensorEnvironments,
     make_environments,
 )
-from lightning_rl.environments.contract import LIFE_LOST, SAMPLING, TRAINING, EnvSettings, derive_seed
+from lightning_rl.environments.contract import LIFE_LOST, SAMPLING, TRAINING, EnvSettings, derive_seed, listed
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, map_stacked
 from lightning_rl.policies.interface import Policy, PolicyOutput, as_recurrent, tensor_conversion, to_environment
 from lightning_rl.policies.recurrent import RecurrentState
@@ -443,7 +443,7 @@ def restore(collector: Collector, states: Sequence[dict[str, Any] | None], rank:
     ranks, lost = gather_ranks(fresh), []
     for index, indices in enumerate(ranks):
         if indices is None or indices:
-            which = "the environments" if indices is None else f"environments {', '.join(map(str, indices))}"
+            which = "the environments" if indices is None else f"environments {listed(indices)}"
             lost.append(which if len(ranks) == 1 else f"{which} on rank {index}")
     if lost:
         rank_zero_warn(

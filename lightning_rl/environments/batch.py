@@ -33,6 +33,7 @@ from lightning_rl.environments.contract import (
     find_bad,
     find_not_finite,
     is_failure,
+    listed,
     role_prefix,
     row_of,
     summary,
@@ -604,10 +605,8 @@ class EnvironmentBatch:
         if isinstance(error, EnvironmentFailure | ConfigurationError) or not is_failure(error):
             raise error
         if not isinstance(error, WorkerFailure):
-            streams = self._tracker.streams
-            shown = ", ".join(map(str, streams[:4])) + (", …" if len(streams) > 4 else "")
             what = str(error) if isinstance(error, Unexpected) else f"raised in {where}: {summary(error)}"
-            at = f"(step {self._tracker.clock}, seeds {shown})"
+            at = f"(step {self._tracker.clock}, seeds {listed(self._tracker.streams, 4)})"
             raise EnvironmentFailure(f"the {self._role}environments {what} {at}") from error
         failure = EnvironmentFailure(f"{self._tracker.labels(error.indices)} {error.what}")
         for note in getattr(error, "__notes__", ()):  # the traceback in a worker process

@@ -8,8 +8,9 @@ import functools
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import itemgetter
 from types import CodeType
 from typing import Any, NoReturn, TypeAlias
@@ -85,6 +86,12 @@ def derive_seed(*path: int) -> int:
     return int(np.random.SeedSequence(path[0], spawn_key=path[1:]).generate_state(1)[0] >> 1)
 
 
+def listed(items: Iterable[object], most: int = 8) -> str:
+    """Return items separated by commas; if there are more than `most`, the first ones and an ellipsis."""
+    shown = [str(item) for item in islice(items, most + 1)]
+    return ", ".join(shown[:most]) + (", …" if len(shown) > most else "")
+
+
 def role_prefix(evaluation: bool) -> str:
     """Return the word by which messages distinguish evaluation environments, whose indices start at 0 too."""
     return "evaluation " if evaluation else ""
@@ -103,7 +110,7 @@ class WorkerFailure(Exception):
     """Environments `indices` failed; `EnvironmentBatch` adds their episodes and steps."""
 
     def __init__(self, indices: Sequence[int], what: str) -> None:
-        super().__init__(f"environment {', '.join(map(str, indices))} {what}")
+        super().__init__(f"environment {listed(indices)} {what}")
         self.indices = indices
         self.what = what
 
@@ -168,8 +175,7 @@ def _comes_from_signal(error: BaseException) -> bool:
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def _code_of(handler: Any) -> CodeType | None:  # a function, a callable object or a number
-    """Return the code of a signal handler written in Python, None for other handlers."""
+def _code_of(handler: Any) -> CodeType | None:  # None unless it is written in Python
     while isinstance(handler, functools.partial):
         handler = handler.func
     return getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
@@ -339,7 +345,7 @@ class EpisodeTracker:
         return describe(index, episode, seed, step, self._evaluation)
 
     def labels(self, indices: Sequence[int]) -> str:
-        return ", ".join(self.label_at(index, *self.where(index)[1:]) for index in indices)
+        return listed(self.label_at(index, *self.where(index)[1:]) for index in indices)
 
     def restore(self, records: Sequence[dict[str, Any]]) -> None:
         """Set the stream, episode and step of each environment from its `SeededEpisodes.recorded`."""

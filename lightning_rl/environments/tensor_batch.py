@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from torch import Tensor
 
 from lightning_rl.environments.batch import EnvironmentBatch, Step, check_values, to_array
-from lightning_rl.environments.contract import EnvironmentFailure, Unexpected
+from lightning_rl.environments.contract import EnvironmentFailure, Unexpected, listed
 from lightning_rl.environments.wrappers.transforms import RewardTransform
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
 from lightning_rl.validation import check
@@ -114,8 +114,7 @@ class TensorEnvironments(EnvironmentBatch):
         bad, self._not_finite = self._not_finite, None
         if bad is not None and bool(bad.any()):
             indices = bad.nonzero().flatten().tolist()
-            shown = ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
-            who = f"{self._role}environment {shown}"
+            who = f"{self._role}environment {listed(indices)}"
             raise EnvironmentFailure(f"{who} returned an observation or reward that is NaN or infinite")
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[np.ndarray[Any, Any], Nested] | None:

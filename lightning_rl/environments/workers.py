@@ -37,6 +37,7 @@ from lightning_rl.environments.contract import (
     Failure,
     WorkerFailure,
     give_up,
+    listed,
 )
 from lightning_rl.nested import Nested, map_leaves, map_space
 from lightning_rl.validation import ConfigurationError
@@ -258,7 +259,7 @@ class WorkerPool(EnvironmentPool):
     def _failure(self, lost: Mapping[int, str | None]) -> WorkerFailure:
         dead = {index: code for index, code in lost.items() if code is not None}
         if dead:
-            codes = ", ".join(dead.values())
+            codes = listed(dead.values())
             return WorkerFailure(list(dead), f"is gone: its worker process died with exit code {codes}")
         return WorkerFailure(list(lost), f"gave no answer within env.step_timeout={self.timeout:g} seconds")
 

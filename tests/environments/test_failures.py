@@ -17,9 +17,10 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode
 
 from lightning_rl import PPO, RolloutDataModule
+from lightning_rl.data.collector import restore
 from lightning_rl.environments import EnvConfig, EnvironmentFailure, EnvironmentSpec, make_environments
 from lightning_rl.environments.batch import LocalVectorEnv
-from lightning_rl.environments.contract import EVALUATION, derive_seed
+from lightning_rl.environments.contract import EVALUATION, EpisodeTracker, derive_seed
 from lightning_rl.environments.workers import send
 from lightning_rl.validation import ConfigurationError
 from tests import torch_environments
@@ -623,3 +624,16 @@ def command_of(pid):
         return Path(f"/proc/{pid}/cmdline").read_text()
     except FileNotFoundError:
         return ""
+
+
+def test_failure_or_loss_of_many_environments_names_the_first_ones():
+    tracker = EpisodeTracker(list(range(4096)), list(range(4096)))
+    shown = tracker.labels(range(4096))
+    assert shown.startswith("environment 0 (episode 0, ") and shown.count("environment") == 8 and shown.endswith(", …")
+    stored, restored = (make_collector(make_batch("CartPole-v1", 20), 1) for _ in range(2))
+    stored.environments.reset()
+    state = stored.state_dict() | {"environments": stored.environments.state_dict()}
+    for record in state["environments"]["environments"]:
+        record["observation"] += 1
+    with pytest.warns(UserWarning, match=r"^environments 0, 1, 2, 3, 4, 5, 6, 7, … of CartPole-v1 could not"):
+        restore(restored, [state], 0, "CartPole-v1")
