@@ -138,8 +138,7 @@ class ProcessActors(Actors):
 
     Each process has environments and a copy of the policy, and `rollouts_ahead` requests for rollouts. If several
     rollouts are ready, the learner takes one from the actor that was served least recently. Each actor has a separate
-    pipe, so a killed process does not block the others. A policy that cannot be sent with the start method raises a
-    `ConfigurationError`.
+    pipe, so a killed process does not block the others. A policy that cannot be sent raises a `ConfigurationError`.
     """
 
     def __init__(self, options: ActorConfig, setup: ActorSetup, policy: nn.Module, version: int) -> None:

@@ -328,7 +328,7 @@ def _work(index: int, make: Factory, pipe: Any) -> None:  # a connection
 
 
 def start_context(method: str | None = None) -> Any:  # multiprocessing types no `Process` of a context
-    """Return the context that starts processes by a method, by default Python's, but `spawn` in place of `forkserver`."""
+    """Return the context of a start method, by default of Python's default, but `spawn` in place of `forkserver`."""
     # The processes of a fork server do not inherit the signals that this process blocks.
     method = method or multiprocessing.get_start_method()
     if method != "fork" and hasattr(signal, "pthread_sigmask"):
