@@ -531,6 +531,7 @@ class RolloutDataModule(LightningDataModule):
 
         `role` selects the seeds, `EVALUATION` or `TESTING`; `record` keeps observations, actions and rewards.
         """
+        self._evaluator.num_envs = self.evaluation.num_envs  # may have been set since the last evaluation
         ranks = self._attached.world_size
         shares = [len(range(rank, self.evaluation.episodes, ranks)) for rank in range(ranks)]
         first = sum(shares[: self._rank])

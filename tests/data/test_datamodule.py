@@ -331,18 +331,23 @@ def test_loaders_have_a_length_and_make_batches_on_demand():
 
 
 def test_options_that_are_set_after_a_fit_apply_to_the_next_one():
-    shapes = []
+    shapes, evaluated = [], []
 
     class Shapes(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             shapes.append((batch.shape, [*(batch.infos or ())]))
 
+        def on_validation_end(self, trainer, pl_module):
+            evaluated.append(data._evaluator.environments.num_envs)
+
     data = make_data("Probe/Counter-v0", rollouts_per_epoch=1)
     model = make_model(data)
-    make_trainer(callbacks=[Shapes()]).fit(model, data)
+    make_trainer(callbacks=[Shapes()], limit_val_batches=1.0).fit(model, data)
     data.num_envs, data.rollout_length, data.rollouts_per_epoch, data.info_keys = 4, 8, 2, ["level"]
-    make_trainer(callbacks=[Shapes()]).fit(model, data)
+    data.evaluation = replace(data.evaluation, num_envs=1)
+    make_trainer(callbacks=[Shapes()], limit_val_batches=1.0).fit(model, data)
     assert shapes == [((16, 2), []), *[((8, 4), ["level"])] * 2]
+    assert evaluated == [2, 1]
     assert model.env_steps == model.clock.planned_env_steps == 16 * 2 + 2 * 8 * 4
 
 
