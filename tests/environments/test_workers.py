@@ -6,11 +6,9 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
+import time
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -22,6 +20,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from lightning_rl import IMPALA
 from lightning_rl.data import actors, process_actors
+from lightning_rl.environments import workers
 from lightning_rl.environments.contract import batch_infos
 from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.nested import leaves, map_leaves
@@ -29,6 +28,7 @@ from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data, make_trainer
 from tests.probes import make_batch
+from tests.programs import run
 
 
 class Talkative(gymnasium.Env[np.ndarray, int]):
@@ -165,8 +165,17 @@ def test_replacement_uses_the_shared_memory_of_the_lost_worker():
 
 
 def test_time_limit_of_a_step_excludes_the_start_of_processes_that_are_not_forked(monkeypatch):
-    monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "spawn")  # whose processes import PyTorch first
-    environments = make_batch("CartPole-v1", backend="async", env={"on_failure": "restart", "step_timeout": 2.0})
+    class Spawn(type(multiprocessing.get_context("fork"))):  # type: ignore[misc]
+        def get_start_method(self, allow_none=False):
+            return "spawn"
+
+    def start_slowly(*args, work=workers._work):  # as if it imported PyTorch
+        time.sleep(1.5)
+        work(*args)
+
+    monkeypatch.setattr(workers, "start_context", Spawn)
+    monkeypatch.setattr(workers, "_work", start_slowly)
+    environments = make_batch("CartPole-v1", backend="async", env={"on_failure": "restart", "step_timeout": 1.0})
     environments.reset()
     os.kill(environments.env.processes[0].pid, signal.SIGKILL)
     failed = [list(environments.step(np.zeros(1, np.int64)).failed) for _ in range(2)]
@@ -177,27 +186,20 @@ def test_time_limit_of_a_step_excludes_the_start_of_processes_that_are_not_forke
 def test_first_signals_wait_in_new_processes_where_python_has_a_fork_server(tmp_path):
     (tmp_path / "script.py").write_text(
         "import multiprocessing, signal\n"
-        "from lightning_rl.environments.workers import signals_waiting, start_context\n"
         "def report(pipe):\n"
         "    pipe.send(signal.pthread_sigmask(signal.SIG_BLOCK, []) >= {signal.SIGINT, signal.SIGTERM})\n"
         "if __name__ == '__main__':\n"
+        "    from lightning_rl.environments.workers import signals_waiting, start_context\n"
         "    multiprocessing.set_start_method('forkserver')\n"
         "    context = start_context()\n"
         "    ours, theirs = context.Pipe()\n"
         "    process = context.Process(target=report, args=[theirs])\n"
         "    with signals_waiting():\n"
         "        process.start()\n"
-        "    print(ours.recv(), signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
+        "    print(context.get_start_method(), ours.recv(), signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
     )
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.stdout, done.stderr) == ("True set()\n", "")
+    done = run("-m", "script", cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("spawn True set()\n", "")
 
 
 def test_infos_of_no_environment_are_empty():
