@@ -147,7 +147,7 @@ class Autoregressive(Categorical):
         before = joint.new_zeros(())
         for name, count in zip(self.names, self.counts, strict=True):
             size *= count
-            up_to = Categorical(joint.reshape(*joint.shape[:-1], size, -1).logsumexp(-1)).entropy()
+            up_to = Categorical(joint.reshape(*joint.shape[:-1], size, joint.shape[-1] // size).logsumexp(-1)).entropy()
             found[name], before = up_to - before, up_to
         return found
 

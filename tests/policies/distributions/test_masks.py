@@ -233,6 +233,12 @@ def test_autoregressive_is_the_chain_rule_over_all_combinations(space, mask_spac
     torch.testing.assert_close(ours.entropies()[head.names[0]], torch.special.entr(first).sum(-1), **loose)
 
 
+def test_an_autoregressive_distribution_of_no_rows_has_entropies_of_no_rows():
+    """A rank may have no row that counts."""
+    entropies = head_of(PAIR, None, "autoregressive")(randn(0, 6)).entropies()
+    assert [x.shape for x in entropies.values()] == [(0,), (0,)]
+
+
 def test_samples_are_as_frequent_as_their_probabilities():
     head = head_of(PAIR, CONDITIONAL, "autoregressive", size=0.5)
     count, masks = 40_000, random_masks(CONDITIONAL, 1, seed=4)
