@@ -142,8 +142,9 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
 
     def on_train_start(self, *args: Any) -> None:
         super().on_train_start(*args)
-        for handler in [] if self.train_progress_bar.disable else _log_handlers():
-            handler.addFilter(self._clear_line)
+        if not self.train_progress_bar.disable:
+            for handler in _log_handlers():
+                handler.addFilter(self._clear_line)
 
     def _clear_line(self, record: logging.LogRecord) -> bool:
         # Or the line of the log would begin at the end of the bar.

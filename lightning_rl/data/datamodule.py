@@ -161,7 +161,7 @@ class RolloutDataModule(LightningDataModule):
         self._seed_given = seed is not None
         self._sampler = Sampler(self.spec, num_envs, rollout_length, self.info_keys)
         self._source: Actors | None = None
-        self._evaluator = Evaluator(self.eval_spec, self.evaluation.num_envs)
+        self._evaluator = Evaluator(self.eval_spec)
         self._while_waiting: Callable[[], None] | None = None
         # Policy version of the latest rollout that was begun.
         self._collected_version: int | None = None
@@ -531,16 +531,16 @@ class RolloutDataModule(LightningDataModule):
 
         `role` selects the seeds, `EVALUATION` or `TESTING`; `record` keeps observations, actions and rewards.
         """
-        self._evaluator.num_envs = self.evaluation.num_envs  # may have been set since the last evaluation
         ranks = self._attached.world_size
         shares = [len(range(rank, self.evaluation.episodes, ranks)) for rank in range(ranks)]
         first = sum(shares[: self._rank])
-        return self._run_episodes(self._evaluator, range(first, first + shares[self._rank]), role, record)
+        numbers, most = range(first, first + shares[self._rank]), self.evaluation.num_envs
+        return self._run_episodes(self._evaluator, numbers, role, max_envs=most, record=record)
 
-    def _run_episodes(self, evaluator: Evaluator, numbers: range, role: int, record: bool = False) -> list[Episode]:
+    def _run_episodes(self, evaluator: Evaluator, numbers: range, role: int, **options: Any) -> list[Episode]:
         policy, _, dtype, device = self._policy()
         path = self._seed, role, self._rank
-        options = {"dtype": dtype, "deterministic": self.evaluation.deterministic, "record": record}
+        options |= {"dtype": dtype, "deterministic": self.evaluation.deterministic}
         with self._rank_named(), self._attached.precision_plugin.forward_context():
             episodes = evaluator.run_episodes(policy, numbers, path, device, self.num_agents, **options)
         if evaluator.environments is not None:
@@ -562,14 +562,14 @@ class RolloutDataModule(LightningDataModule):
 
         `films` receives the frames of each episode, numbered from 0; for `env_kwargs` see `check_filmable`.
         """
-        with contextlib.closing(Evaluator(self.eval_spec.for_filming(env_kwargs), None, films)) as evaluator:
+        with contextlib.closing(Evaluator(self.eval_spec.for_filming(env_kwargs), films)) as evaluator:
             return self._run_episodes(evaluator, range(num_episodes), FILMING)
 
     def film_predictions(self, films: FilmMaker | None, env_kwargs: dict[str, Any] | None = None) -> None:
         """Film the same evaluation episodes from now on, numbered over all ranks; None stops filming."""
         self._evaluator.close()
         spec = self.eval_spec if films is None else self.eval_spec.for_filming(env_kwargs)
-        self._evaluator = Evaluator(spec, self.evaluation.num_envs, films)
+        self._evaluator = Evaluator(spec, films)
 
 
 def options_of_run(

@@ -130,8 +130,8 @@ class Evaluator:
     `films` receives the frames of each episode; `spec` must then be for filming.
     """
 
-    def __init__(self, spec: EnvironmentSpec, num_envs: int | None, films: FilmMaker | None = None) -> None:
-        self.spec, self.num_envs, self.films = spec, num_envs, films
+    def __init__(self, spec: EnvironmentSpec, films: FilmMaker | None = None) -> None:
+        self.spec, self.films = spec, films
         self.environments: EnvironmentBatch | None = None
         self._made_for: tuple[tuple[int, ...], int] = ((), 0)
 
@@ -142,13 +142,14 @@ class Evaluator:
         path: tuple[int, ...],
         device: torch.device,
         num_agents: int,
+        max_envs: int | None = None,
         **options: Any,  # of the function `run_episodes`
     ) -> list[Episode]:
         """Play one whole episode for each of the `numbers`, by which films are numbered; see `run_episodes`.
 
         All seeds derive from `path`, a path in the tree of seeds. Copies with several agents are complete.
         """
-        most = self.num_envs or max(_MAX_ENVIRONMENTS, num_agents) // num_agents * num_agents
+        most = max_envs or max(_MAX_ENVIRONMENTS, num_agents) // num_agents * num_agents
         num_envs = min(len(numbers), most)
         if not num_envs:
             return []

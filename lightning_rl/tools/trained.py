@@ -242,7 +242,7 @@ def play_episodes(
         return algorithm.policy.act(observations, *args, **kwargs)
 
     policy.act = act
-    evaluator = Evaluator(data.eval_spec, data.evaluation.num_envs)
+    evaluator = Evaluator(data.eval_spec)
     deterministic = data.evaluation.deterministic
     parameter = next(policy.parameters())
     try:
@@ -252,6 +252,7 @@ def play_episodes(
             (seed, TESTING, 0),
             parameter.device,
             data.num_agents,
+            data.evaluation.num_envs,
             dtype=parameter.dtype,
             deterministic=deterministic,
         )

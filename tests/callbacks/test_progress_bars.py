@@ -141,7 +141,7 @@ def test_bar_counts_environment_steps_of_the_whole_run_and_not_of_an_epoch(termi
     assert "Epoch" not in terminal.text and "it/s" not in terminal.text
 
 
-def test_lines_of_the_log_are_below_each_other_and_not_behind_the_bar(terminal, capsys):
+def test_lines_of_the_log_are_below_each_other_and_not_behind_the_bar(terminal):
     handler = logging.StreamHandler(sys.stdout)
     (log := logging.getLogger("lightning.pytorch")).addHandler(handler)
     trainer(EnvStepProgressBar(), Announces()).fit(model(), data())
