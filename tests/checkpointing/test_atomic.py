@@ -143,21 +143,27 @@ def test_kill_while_writing_keeps_earlier_checkpoint_and_next_save_removes_lefto
     assert list(path.parent.iterdir()) == [path]
 
 
-# Kills a process that saves checkpoints in a loop at a random moment, 20 times. A slow fsync makes most of each save
-# the writing.
+# Kills a process that saves checkpoints in a loop at a random moment, 20 times. A slow fsync of the unfinished file
+# makes most of each save the writing.
 KILLED = """
-import os, random, signal, sys, time
+import os, random, signal, stat, sys, time
 import torch
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO
 from lightning_rl.files import load_plain
 
 path, generator, number, while_writing = sys.argv[1], random.Random(0), 0, 0
 fsync = os.fsync
+
+def slow_fsync(descriptor):
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        time.sleep(0.03)
+    fsync(descriptor)
+
 for kill in range(20):
     reports, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.fsync = lambda descriptor: (time.sleep(0.03), fsync(descriptor))
+        os.fsync = slow_fsync
         while True:
             number += 1
             AtomicCheckpointIO().save_checkpoint({"number": number, "weights": torch.full((50_000,), number)}, path)
