@@ -28,6 +28,7 @@ def no_garbage_of_other_files() -> Iterator[None]:
     """Unused objects may refer to threads, which a process that a test forks does not have."""
     yield
     gc.collect()
+    gc.freeze()  # what is left are modules and caches; the next collection need not search them again
 
 
 @pytest.fixture(autouse=True)

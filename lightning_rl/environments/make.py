@@ -146,8 +146,8 @@ def make_envpool(
 ) -> tuple[VectorEnv[Any, Any, Any], AtariPreprocessing | None, Seed]:
     """Return the environments of EnvPool, which gets its seeds here, and the options of an Atari game."""
     check_installed("backend='envpool'", "envpool", "envpool")
-    import envpool
-
+    with explained(spec):  # it needs libraries of the system, such as libEGL
+        import envpool
     task = spec.env_id.removeprefix("ALE/")
     known = envpool.list_all_envs()
     if task not in known:

@@ -1,5 +1,7 @@
 """Training and evaluation with each family of EnvPool's tasks; Procgen needs additional libraries."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -79,3 +81,12 @@ def test_missing_library_of_envpool_is_named():
         explained(EnvironmentSpec("BigfishEasy-v0", backend="envpool")),
     ):
         raise ImportError("the Qt 5 runtime")
+
+
+def test_missing_library_of_the_system_is_named(tmp_path, monkeypatch):
+    what = "libEGL.so.1: cannot open shared object file"
+    (tmp_path / "envpool.py").write_text(f"raise ImportError({what!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "envpool")
+    with pytest.raises(ConfigurationError, match=rf"^env_id='CartPole-v1' needs a package .*{what}"):
+        make_data("CartPole-v1", backend="envpool").observation_space  # noqa: B018
