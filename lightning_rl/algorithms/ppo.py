@@ -167,10 +167,13 @@ class PPO(OnPolicyAlgorithm):
         super().check_run(trainer, rollout_shape)
         if rollout_shape is not None:
             num_rows, num_minibatches = math.prod(rollout_shape), self.num_minibatches_of(rollout_shape)
-            if (size := self.minibatch_size) is not None:
-                check(num_rows % size == 0, "minibatch_size", size, f"a divisor of the {num_rows} steps of a rollout")
             memory = getattr(self.policy, "memory", None)
             num_sequences = None if memory is None else memory.num_sequences(rollout_shape)
+            if (size := self.minibatch_size) is not None:
+                length = num_rows // (num_sequences or num_rows)
+                expected = f"a divisor of the {num_rows} steps of a rollout"
+                expected += f" and a multiple of the {length} steps of a sequence" if num_sequences else ""
+                check(num_rows % size == size % length == 0, "minibatch_size", size, expected)
             check_minibatches(num_rows, num_minibatches, num_sequences)
             self.check_rows(num_rows * trainer.world_size, num_minibatches)
 

@@ -248,6 +248,16 @@ def test_a_minibatch_size_that_does_not_divide_the_rollout_raises(size):
         OffPolicyPPG(VECTOR, DISCRETE, batch_size=32, num_minibatches=None, minibatch_size=size)
 
 
+@pytest.mark.parametrize("size", [4, 7, 64])
+def test_a_minibatch_size_that_cuts_sequences_of_a_recurrent_policy_raises(size):
+    data, memory = make_data(), {"kind": "gru", "sequence_length": 8}
+    model = make_model(data, policy={"memory": memory}, num_minibatches=None, minibatch_size=size)
+    expected = rf"^minibatch_size={size} is not valid: .* of the 32 steps .* a multiple of the 8 steps of a sequence"
+    with pytest.raises(ConfigurationError, match=expected):
+        make_trainer().fit(model, data)
+    assert model.env_steps == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
