@@ -316,7 +316,7 @@ def _chosen_classes(given: Sequence[tuple[str, Any]]) -> tuple[list[tuple[str, s
     for name, value in given:
         option = name.removesuffix(".class_path").removesuffix(".help")
         if option in _BASES and isinstance(value, str):
-            known = {cls.__name__: cls for cls in _subclasses(_BASES[option])}
+            known = {cls.__name__: cls for cls in _subclasses(_BASES[option]) if cls.__name__[0] != "_"}
             try:
                 cls = known.get(value) or import_class(option, value, _BASES[option])
                 chosen[option + value if option == "trainer.callbacks" else option] = (option, value, cls)

@@ -864,6 +864,7 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
         (["fit", "--model=DQN", "--data.env_id=CartPole-v1"], "model='DQN' is no known class: expected the name of a"),
         (["fit", "--model=PPO", "--data", "CartPole-v1"], "data='CartPole-v1' is no known class: expected the name"),
         (["fit", *SMALL, "--trainer.callbacks+=EnvStepLimitt"], "trainer.callbacks='EnvStepLimitt' is .* EnvStepLimit"),
+        (["fit", *SMALL, "--trainer.callbacks+=LRCallback"], "trainer.callbacks='LRCallback' is no .*class(?!.* _)"),
         (["export", "--episodes=ten"], "episodes='ten' is not valid: expected an integer$"),
         (["export", "--episods=10"], r"episods=10 is no option; did you mean episodes\?$"),
     ],
