@@ -34,11 +34,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from lightning_rl import (
     A2C,
     PPO,
+    BehaviourCloning,
     EnvStepCheckpoint,
     EnvStepLimit,
     LastCheckpoint,
     OffPolicyPPG,
     OnPolicyAlgorithm,
+    RecordedEpisodes,
     Rollout,
     RolloutDataModule,
 )
@@ -1056,6 +1058,18 @@ def test_misspelled_monitor_is_refused_before_training(tmp_path, kind):
         with pytest.raises(ConfigurationError, match=f"{kind.__name__}.monitor='{monitor}' is not valid: {expected}"):
             trainer.fit(model, data)
         assert model.env_steps == 0
+
+
+@pytest.mark.parametrize("kind", [ModelCheckpoint, EnvStepCheckpoint, EarlyStopping])
+def test_monitor_of_training_returns_is_refused_where_no_episode_ends_in_training(tmp_path, kind):
+    given = {ModelCheckpoint: (tmp_path,), EnvStepCheckpoint: (64, tmp_path), EarlyStopping: ()}[kind]
+    (episodes,) = make_trainer().predict(make_model(make_data()), make_data())
+    data = RecordedEpisodes("CartPole-v1", episodes)
+    model = BehaviourCloning(data.observation_space, data.action_space)
+    best = kind(*given, monitor="rollout/episode_return", mode="max")
+    with pytest.raises(ConfigurationError, match=r"monitor='rollout/episode_return' .*: expected val/episode_return$"):
+        make_trainer(callbacks=[best], enable_checkpointing=True, limit_val_batches=1).fit(model, data)
+    assert model.env_steps == 0
 
 
 def test_monitor_of_a_value_that_a_callback_may_log_gives_a_warning(tmp_path):

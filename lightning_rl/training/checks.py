@@ -203,7 +203,9 @@ def check_callbacks(trainer: Trainer, model: Any) -> None:  # an algorithm
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     logged = {"val": _EVALUATED}
     infos = getattr(trainer.datamodule, "info_keys", None)  # type: ignore[attr-defined]
-    if infos is not None:  # known once the Trainer has the data
+    if model.learns_from_recorded_steps:  # no episode ends in training
+        logged["rollout"] = _EVALUATED
+    elif infos is not None:  # known once the Trainer has the data
         logged["rollout"] = [f"rollout/{name}" for name in (*LOGGED, *infos)]
     for callback in callbacks:
         # Lightning has no other public name for the intervals.
