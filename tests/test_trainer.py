@@ -236,6 +236,17 @@ def test_ordinary_use_gives_no_warning(tmp_path):
             evaluate(model, data)
 
 
+def test_barebones_gives_no_warning():
+    data = make_data()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")  # Lightning's own
+        model, trainer = make_model(data), Trainer(accelerator="cpu", barebones=True, max_epochs=1)
+        trainer.fit(model, data)
+        trainer.validate(model, data)
+    assert model.policy_version == 2
+
+
 # ---------------------------------------------------------------------- loggers
 
 

@@ -22,6 +22,8 @@ _MISLEADING = (
     r"You're using the WeightAveraging callback with a model that overrides the configure_model",
     # The actor's optimizer takes no step during the warm-up of the critic, but its scheduler counts these rollouts.
     r"Detected call of `lr_scheduler\.step\(\)` before `optimizer\.step\(\)`",
+    # What barebones switches off is listed when the Trainer is made.
+    r"You are trying to `self\.log\(\)` but `Trainer\(barebones=True\)` is configured",
     # FSDP2: values are views, and no operation changes them in place.
     r"FSDP2-wrapped module .* returned a view tensor",
     # `FlatAdam` moves the weights into its vector; cuDNN's copies of so small a network cost little.
