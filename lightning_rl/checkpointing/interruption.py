@@ -187,6 +187,10 @@ class InterruptionGuard(Callback):
                 "a checkpoint in the middle of a rollout or its update cannot be resumed from: save in "
                 "on_train_batch_end or later"
             )
+        # From a checkpoint of on_train_epoch_start, Lightning would resume without the epoch that starts.
+        progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+        for count in (progress["total"], progress["current"]):
+            count["ready"] = count["started"]
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Keep the checkpoint callbacks, which Lightning calls after this callback, from saving half an update.

@@ -210,6 +210,17 @@ def test_stop_in_last_rollout_of_an_epoch_keeps_number_of_epochs(interrupt, whol
     assert differences(resumed.state_dict(), whole["state_dict"]) == []
 
 
+def test_a_checkpoint_of_a_stop_between_epochs_resumes_with_the_next_epoch(interrupt, whole, tmp_path):
+    """The signal ends the run in `on_train_epoch_start`, where Lightning calls `on_exception`."""
+    with pytest.raises(SystemExit):
+        run(tmp_path, OnExceptionCheckpoint(tmp_path), *interrupt("update", send(signal.SIGTERM), 2), last=False)
+    assert stored(tmp_path / "on_exception.ckpt") == 3
+    interrupt.over()
+    resumed = run(tmp_path, ckpt_path=str(tmp_path / "on_exception.ckpt"))
+    assert resumed.policy_version == ROLLOUTS
+    assert differences(resumed.state_dict(), whole["state_dict"]) == []
+
+
 class SignalsIn(Callback):
     """Sends SIGINT in some rollouts, and keeps the place of each rollout in its epoch."""
 
