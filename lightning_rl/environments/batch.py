@@ -112,7 +112,7 @@ class EnvironmentServer:
                 # A copy, since the reset may write into the same dict.
                 final = {"final_info": dict(info), "final_obs": observation}
                 observation, info = env.reset()
-                info = final | info
+                info = info | final  # an environment may use these keys too
             answer = reward, terminated, truncated, info
         if type(self.observations) is np.ndarray:  # `map_leaves` takes three times as long
             self.observations[self.index] = observation

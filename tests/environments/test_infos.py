@@ -100,3 +100,16 @@ def test_info_may_have_keys_that_are_not_strings(backend, monkeypatch):
     environments.close()
     assert rollout.infos["success"].flatten().tolist() == [0.5, 1.0, 0.5]
     assert "success" in rollout.info_names and {*map(type, rollout.info_names)} == {str}
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_final_observation_is_not_lost_if_the_info_of_a_reset_has_this_key(backend, monkeypatch):
+    class Named(OneInfo):
+        def __init__(self):
+            self.info = {"final_obs": None}
+
+    monkeypatch.setitem(gymnasium.registry, "Named-v0", gymnasium.envs.registration.EnvSpec("Named-v0", Named))
+    environments = make_batch("Named-v0", backend=backend)
+    rollout = make_collector(environments, 3, info_keys=("success",)).collect(Told())
+    environments.close()
+    assert rollout.infos["success"].flatten().tolist() == [0.5, 1.0, 0.5]
