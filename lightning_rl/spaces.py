@@ -18,7 +18,7 @@ from lightning_rl.validation import ConfigurationError
 SpaceDict = dict[str, Any]
 SpaceOrDict = spaces.Space[Any] | SpaceDict
 """A space, or its description by `space_to_dict`."""
-# Hints for unsupported observation spaces, by class name.
+# Hints for unsupported observation spaces, by the end of the class name.
 _WRAPPERS = {
     "MissionSpace": "; the wrapper minigrid.wrappers.ImgObsWrapper keeps the image alone",
     "Text": "; the wrapper gymnasium.wrappers.FilterObservation keeps chosen keys of a Dict",
@@ -54,10 +54,11 @@ def space_to_dict(space: SpaceOrDict, field: str = "space") -> SpaceDict:
         case spaces.MultiBinary():
             # Gymnasium distinguishes a number from a shape of one dimension.
             return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
-    hint = _WRAPPERS.get(type(space).__name__, _OTHER_WRAPPER) if field.startswith("observation_space") else ""
+    name = type(space).__name__
+    hint = next((hint for end, hint in _WRAPPERS.items() if name.endswith(end)), _OTHER_WRAPPER)
     raise ConfigurationError(
-        f"{field}: {type(space).__name__} is not supported; expected Box, Discrete, MultiDiscrete, MultiBinary, "
-        f"or a Dict or Tuple of these{hint}"
+        f"{field}: {name} is not supported; expected Box, Discrete, MultiDiscrete, MultiBinary, "
+        f"or a Dict or Tuple of these{hint if field.startswith('observation_space') else ''}"
     )
 
 

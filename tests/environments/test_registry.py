@@ -92,10 +92,13 @@ def test_environments_that_are_only_vectorized_need_the_native_backend(backend, 
         _ = RolloutDataModule("VectorOnly-v0", backend=backend).observation_space
 
 
-def test_minigrid_text_error_names_a_wrapper():
+@pytest.mark.parametrize("env_id", ["MiniGrid-Empty-5x5-v0", "BabyAI-GoToLocal-v0"])
+def test_minigrid_text_error_names_a_wrapper(env_id):
     pytest.importorskip("minigrid")
-    data = RolloutDataModule("MiniGrid-Empty-5x5-v0")
-    with pytest.raises(ConfigurationError, match=r"mission: MissionSpace is not supported.* minigrid.wrappers.ImgObs"):
+    data = RolloutDataModule(env_id)
+    with pytest.raises(
+        ConfigurationError, match=r"mission: (BabyAI)?MissionSpace is not supported.* minigrid.wrappers.ImgObs"
+    ):
         PPO(data.observation_space, data.action_space)
     wrapped = RolloutDataModule("MiniGrid-Empty-5x5-v0", env={"wrappers": ["minigrid.wrappers.ImgObsWrapper"]})
     assert PPO(wrapped.observation_space, wrapped.action_space).observation_space.shape == (7, 7, 3)
