@@ -6,6 +6,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable
+from traceback import extract_tb
 from typing import Any, Protocol
 
 import gymnasium
@@ -70,7 +71,7 @@ class Camera(gymnasium.Wrapper[Any, Any, Any, Any]):
                     f"{spec.id} is drawn by pygame, which is not installed: {how_to_install('video')}"
                 ) from error
             what = f"{spec.id} cannot be drawn on this machine ({summary(error)})"
-            if "mujoco" in str(spec.entry_point).lower():
+            if "mujoco" in f"{spec.entry_point} {extract_tb(error.__traceback__)}".lower():
                 what += f" with MUJOCO_GL={os.environ.get('MUJOCO_GL')!r}: expected {_MUJOCO_HINT}"
             raise ConfigurationError(what) from error
 

@@ -216,17 +216,22 @@ def test_simulators_draw_without_a_display(env_id, monkeypatch):
         data.check_filmable({"width": 32, "height": 32} if env_id == "Hopper-v5" else None)
 
 
-def test_what_mujoco_lacks_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    ("entry_point", "file"),
+    [
+        ("gymnasium.envs.mujoco.hopper_v5:HopperEnv", "any.py"),
+        ("shimmy.dm_control_compatibility:DmControlCompatibilityV0", "dm_control/mujoco/engine.py"),
+    ],
+)
+def test_what_mujoco_lacks_is_named(entry_point, file, monkeypatch):
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
     prepare_rendering()
     assert os.environ["MUJOCO_GL"] == "osmesa"  # the user's choice
     env = Drawn()
-    env.spec = EnvSpec("Hopper-v5", entry_point="gymnasium.envs.mujoco.hopper_v5:HopperEnv")
-
-    def fail() -> None:
-        raise AttributeError("glGetError")
-
-    monkeypatch.setattr(env, "render", fail)
+    env.spec = EnvSpec("Hopper-v5", entry_point=entry_point)
+    names: dict[str, Any] = {}
+    exec(compile("def fail():\n    raise AttributeError('glGetError')", file, "exec"), names)
+    monkeypatch.setattr(env, "render", names["fail"])
     with pytest.raises(ConfigurationError, match=r"glGetError\) with MUJOCO_GL='osmesa'.*apt install libosmesa6"):
         Camera(env, 30).check_renders()
 
