@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.rollouts.replay import RolloutMemory
 from tests.helpers import make_trainer
 
 ENVIRONMENTS, STEPS, EPOCHS, MINIBATCHES = 4, 32, 2, 4
@@ -98,6 +99,18 @@ def test_a_rollout_of_ppo_by_plain_pytorch_is_no_more_work_than_it_was(
     assert learning.total() / (EPOCHS * MINIBATCHES) <= per_minibatch
     # One call for all parameters.
     assert learning["_fused_adam_"] == EPOCHS * MINIBATCHES
+
+
+def test_gathering_steps_of_many_rollouts_takes_one_operation_per_rollout_and_field():
+    memory = RolloutMemory(32)
+    for index in range(32):
+        numbers = 8.0 * index + torch.arange(8.0).view(4, 2)
+        memory.append({"values": numbers, "observations": {"a": numbers, "b": numbers}})
+    addresses = torch.randperm(32 * 8, generator=torch.Generator().manual_seed(0))
+    with Operations() as operations:
+        found = memory.gather(addresses)
+    assert found["observations"]["b"].equal(addresses.float())
+    assert operations.counts.total() <= 3 * 32 + 20
 
 
 def calls_within(function: Callable[..., Any], counts: list[int]) -> Callable[..., Any]:

@@ -275,10 +275,10 @@ class RolloutMemory(Replay):
             self._kept = [
                 kept | {"fields": {**kept["fields"], name: map_leaves(torch.clone, zeros)}} for kept in self._kept
             ]
-        for index, (mask, local) in self._by_rollout(addresses).items():
+        for index, rows, local in self._by_rollout(addresses):
 
-            def put(storage: Tensor, x: Tensor, mask: Tensor = mask, local: Tensor = local) -> None:
-                storage.flatten(0, 1)[local] = x.detach().cpu()[mask]
+            def put(storage: Tensor, x: Tensor, rows: Tensor = rows, local: Tensor = local) -> None:
+                storage.flatten(0, 1)[local] = x.detach().cpu()[rows]
 
             map_leaves(put, self._kept[index]["fields"][name], values)
 
@@ -312,24 +312,24 @@ class RolloutMemory(Replay):
         wanted = [{n: x for n, x in fields.items() if only in (None, n)} for fields in every]
         if not wanted[0]:
             return {}
-        parts = self._by_rollout(addresses)
+        parts = self._by_rollout(addresses) or [(0, addresses.flatten(), addresses.flatten())]  # no addresses
+        places = torch.cat([rows for _, rows, _ in parts]).argsort()
 
         def collect(*leaves_of_rollouts: Tensor) -> Tensor:
-            first = leaves_of_rollouts[0]
-            result = torch.empty(*addresses.shape, *first.shape[2:], dtype=first.dtype)
-            for index, (mask, local) in parts.items():
-                result[mask] = leaves_of_rollouts[index].flatten(0, 1)[local]
-            return result
+            found = [leaves_of_rollouts[index].flatten(0, 1).index_select(0, local) for index, _, local in parts]
+            rows = torch.cat(found).index_select(0, places)
+            return rows.view(*addresses.shape, *rows.shape[1:])
 
         fields: Fields = map_leaves(collect, *wanted)
         return fields
 
-    def _by_rollout(self, addresses: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return for each rollout which addresses are in it, and their steps t · B + b."""
-        length, num_envs = self.shape
-        rollouts, local = addresses // (length * num_envs), addresses % (length * num_envs)
-        masks = {index: rollouts == index for index in set(rollouts.flatten().tolist())}
-        return {index: (mask, local[mask]) for index, mask in masks.items()}
+    def _by_rollout(self, addresses: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+        """Return each rollout that has addresses, which of all addresses these are, and their steps t · B + b."""
+        size = self.shape[0] * self.shape[1]
+        rollouts, order = (addresses.flatten() // size).sort(stable=True)
+        found, counts = (x.tolist() for x in torch.unique_consecutive(rollouts, return_counts=True))
+        local = torch.split(addresses.flatten()[order] % size, counts)
+        return [*zip(found, torch.split(order, counts), local, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rollouts as tensors, without copies: stored rollouts do not change."""
