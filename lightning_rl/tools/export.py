@@ -104,12 +104,18 @@ def export_program(deployed: DeployedPolicy) -> ExportedProgram:
     _seeded(deployed, inputs)  # distributions make their constants in the first call, which must not be traced
     try:
         with torch.no_grad():
-            return torch.export.export(deployed, inputs, dynamic_shapes=shapes)
+            program = torch.export.export(deployed, inputs, dynamic_shapes=shapes)
     except Exception as error:
         raise ConfigurationError(
             f"policy={type(deployed.policy).__name__} cannot be exported: expected one that torch.export can trace; "
             f"{type(error).__name__}: {error}"
         ) from error
+    used = {node.name for node in program.graph.nodes if node.users}
+    for spec in program.graph_signature.input_specs:
+        x = program.state_dict.get(spec.target)
+        if isinstance(x, nn.Parameter) and spec.arg.name not in used:  # of the critic: one number in the file
+            program.state_dict[str(spec.target)] = nn.Parameter(x.new_zeros(1).expand(x.shape), requires_grad=False)
+    return program
 
 
 def named_leaves(parts: tuple[Nested, ...], *names: str) -> dict[str, Tensor]:

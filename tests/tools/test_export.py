@@ -225,6 +225,15 @@ def test_export_does_not_change_policy_or_random_state(tmp_path):
     model.policy(torch.zeros(1, 3))[1].sum().backward()
 
 
+def test_exported_program_does_not_contain_the_parameters_of_the_critic(tmp_path):
+    model = PPO(VECTOR, DISCRETE, policy={"hidden_sizes": [256, 256]})
+    folder = export_policy(model, tmp_path / "policy", programs=["greedy"])
+    program = torch.export.load(folder / "greedy.pt2").module()
+    critic = {name: x for name, x in program.named_parameters() if "critic" in name or "value" in name}
+    assert critic and not any(x.any() for x in critic.values())
+    assert (folder / "greedy.pt2").stat().st_size < 1.5 * 4 * 256 * 256  # one of two networks
+
+
 def test_export_replaces_only_earlier_exports(tmp_path, exported):
     model = make("squashed")
     shutil.copytree(exported("squashed")[1], tmp_path / "policy")
