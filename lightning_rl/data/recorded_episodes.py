@@ -298,19 +298,19 @@ def read_minari(source: str, field: str) -> Iterator[Episode]:
     try:
         data = Path(source) / "data"
         dataset = minari.MinariDataset(data) if data.is_dir() else minari.load_dataset(source)
+        for found in dataset.iterate_episodes():  # opens the file, which may be damaged
+            rewards = np.asarray(found.rewards)
+            yield Episode(
+                episode_return=float(rewards.sum()),
+                length=len(rewards),
+                terminated=bool(np.any(found.terminations)),
+                observations=found.observations,
+                actions=found.actions,
+                rewards=rewards,
+            )
     except Exception as error:
         expected = "the folder of a data set, or the id of one in MINARI_DATASETS_PATH, as after 'minari download <id>'"
         raise ConfigurationError(f"{field} cannot be loaded: expected {expected}: {error}") from error
-    for found in dataset.iterate_episodes():
-        rewards = np.asarray(found.rewards)
-        yield Episode(
-            episode_return=float(rewards.sum()),
-            length=len(rewards),
-            terminated=bool(np.any(found.terminations)),
-            observations=found.observations,
-            actions=found.actions,
-            rewards=rewards,
-        )
 
 
 def check_can_write() -> None:

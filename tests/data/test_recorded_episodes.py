@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 from lightning_rl import PPO, BehaviourCloning, CriticPretraining, RecordedEpisodes, load_episodes, save_episodes
 from lightning_rl.cli.main import main
-from lightning_rl.data.recorded_episodes import _actions_of_space, _check_observations
+from lightning_rl.data.recorded_episodes import _actions_of_space, _check_observations, write_minari
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.interface import from_environment, to_environment
@@ -239,6 +239,15 @@ def test_minari_data_sets_are_read_by_their_id(monkeypatch):
     monkeypatch.setitem(sys.modules, "minari", None)
     with pytest.raises(ConfigurationError, match="needs minari, which is not installed: pip install 'lightning-rl"):
         recorded("minari:aim")
+
+
+def test_damaged_minari_data_set_is_named(tmp_path):
+    space_pair = spaces.Box(-1, 1, (1,), np.float32), spaces.Discrete(3, start=5)
+    name = write_minari(expert(3), tmp_path, "Aim-v0/expert", space_pair, "Aim-v0", "expert")
+    path = tmp_path / name / "data" / "main_data.hdf5"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ConfigurationError, match=r"minari:.*expert-v0' cannot be loaded: expected .*truncated file"):
+        load_episodes(f"minari:{tmp_path / name}")
 
 
 def test_episodes_must_fit_the_spaces(tmp_path):
