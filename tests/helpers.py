@@ -4,11 +4,13 @@ import errno
 import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
+import pytest
 import torch
 from gymnasium import spaces
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -21,6 +23,7 @@ from lightning_rl import PPO, Rollout, RolloutDataModule
 from lightning_rl.nested import map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 
+needs_box2d = pytest.mark.skipif(find_spec("Box2D") is None, reason="Box2D has no release for Python 3.14")
 VECTOR = spaces.Box(-1, 1, (3,), np.float32)
 DISCRETE, CONTINUOUS = spaces.Discrete(3), spaces.Box(-1, 1, (2,), np.float32)
 

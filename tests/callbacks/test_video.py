@@ -26,7 +26,7 @@ from lightning_rl.cli.main import main
 from lightning_rl.environments import rendering
 from lightning_rl.environments.rendering import Camera, prepare_rendering
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
+from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, needs_box2d, parameters_of
 
 ROLLOUT = 2 * 16  # environment steps of a rollout from `make_data`
 
@@ -204,7 +204,7 @@ def test_environments_in_processes_and_native_ones_are_filmed_by_their_single_ve
     assert (spec.backend, spec.env.on_failure, spec.env.step_timeout) == ("sync", "raise", None)
 
 
-@pytest.mark.parametrize("env_id", ["LunarLander-v3", "ALE/Pong-v5", "Hopper-v5"])
+@pytest.mark.parametrize("env_id", [pytest.param("LunarLander-v3", marks=needs_box2d), "ALE/Pong-v5", "Hopper-v5"])
 def test_simulators_draw_without_a_display(env_id, monkeypatch):
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)

@@ -32,7 +32,7 @@ from lightning_rl.environments.contract import TRAINING, derive_seed
 from lightning_rl.rollouts.replay import UseLimitedBuffer
 from lightning_rl.spaces import space_to_dict
 from tests import programs
-from tests.helpers import MemoryLogger, make_data, make_model, make_trainer, merged
+from tests.helpers import MemoryLogger, make_data, make_model, make_trainer, merged, needs_box2d
 from tests.mask_probes import kwargs_of
 from tests.nested_probes import PAIR
 
@@ -394,7 +394,7 @@ def assert_resumes_from(places: tuple[int, ...], name: str, rollouts: int, folde
         assert differences(whole, run_state(part / f"after_{rollouts}.ckpt")) == [], f"from {saved}"
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[needs_box2d] * (name == "box2d")) for name in SETTINGS])
 def test_resumed_run_equals_uninterrupted_run_bit_for_bit(name: str, tmp_path: Path) -> None:
     """The run resumes from the end of an epoch and from the middle of the next one."""
     assert_resumes_from((3, 4), name, 6, tmp_path)
@@ -506,6 +506,7 @@ def test_all_ranks_take_the_seed_that_a_checkpoint_stores(monkeypatch) -> None:
     assert data.seed == 7
 
 
+@needs_box2d
 def test_environment_whose_state_survives_reset_is_detected(tmp_path: Path) -> None:
     limit = {"class_path": "gymnasium.wrappers.TimeLimit", "init_args": {"max_episode_steps": 10}}
     walker = {"env_id": "BipedalWalker-v3", "env": {"training_wrappers": [limit]}}

@@ -39,6 +39,7 @@ from lightning_rl.policies.distributions import SquashedGaussian
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.tools.trained import shipped_configs
 from tests import programs
+from tests.helpers import needs_box2d
 
 ROOT = Path(__file__).parents[2]
 CARTPOLE = str(ROOT / "configs/ppo/cartpole.yaml")
@@ -474,6 +475,7 @@ model:
         assert torch.equal(parameter, loaded.get_parameter(name))
 
 
+@needs_box2d
 @pytest.mark.parametrize(
     ("option", "expected"),
     [

@@ -10,6 +10,7 @@ from gymnasium.vector import AutoresetMode
 from lightning_rl.environments import EnvironmentSpec, make_environments
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.validation import ConfigurationError
+from tests.helpers import needs_box2d
 from tests.probes import Told, collect, make_batch, make_collector
 
 MINIGRID = {"env": {"wrappers": ["minigrid.wrappers.ImgObsWrapper"]}}
@@ -34,8 +35,8 @@ DOUBLE_VECTOR = {"class_path": "tests.probes.DoubleVectorReward", "init_args": {
         ("HalfCheetah-v5", "sync", {}),
         ("HalfCheetah-v4", "envpool", {}),
         ("Pendulum-v1", "envpool", {}),
-        ("LunarLander-v3", "sync", {}),
-        ("LunarLander-v3", "sync", {"continuous": True}),
+        pytest.param("LunarLander-v3", "sync", {}, marks=needs_box2d),
+        pytest.param("LunarLander-v3", "sync", {"continuous": True}, marks=needs_box2d),
         ("MiniGrid-Empty-5x5-v0", "sync", MINIGRID),
         ("Blackjack-v1", "sync", BLACKJACK),
         ("FrozenLake-v1", "sync", {}),
@@ -125,9 +126,13 @@ def test_vectorized_backends_accept_only_vector_wrappers(backend):
         make_batch("CartPole-v1", backend=backend, env={"wrappers": [DOUBLE]})
 
 
-def test_time_limit_and_other_arguments_reach_the_environment():
+def test_time_limit_reaches_the_environment():
     rollout = collect("CartPole-v1", 9, Told(), env={"max_episode_steps": 3})
     assert rollout.truncated[:, 0].tolist() == [False, False, True] * 3
+
+
+@needs_box2d
+def test_arguments_of_the_environment_change_its_spaces():
     environments = make_batch("LunarLander-v3", continuous=True)
     assert isinstance(environments.single_action_space, spaces.Box)
 

@@ -14,6 +14,7 @@ from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.environments import EnvConfig, EnvironmentSpec, make_environments
 from lightning_rl.environments.registry import find_spec
 from lightning_rl.validation import ConfigurationError
+from tests.helpers import needs_box2d
 
 
 def make(env_id, backend="sync", **options):
@@ -214,7 +215,7 @@ def test_id_with_a_module_imports_the_module_first(tmp_path, monkeypatch):
         ("CartPole-v1", "async", {"gravity": 1}),
         ("CartPole-v1", "native", {"gravity": 1}),
         ("CartPole-v1", "envpool", {"gravity": 1}),
-        ("LunarLander-v3", "sync", {"gravity": 99.0}),
+        pytest.param("LunarLander-v3", "sync", {"gravity": 99.0}, marks=needs_box2d),
         ("ALE/Pong-v5", "sync", {"mode": 77}),
     ],
 )

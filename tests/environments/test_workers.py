@@ -248,13 +248,15 @@ def test_full_shared_memory_in_an_actor_is_a_message(monkeypatch):
         return read(weights, policy)
 
     monkeypatch.setattr(process_actors.SharedWeights, "read", read_and_fill)
-    data = make_data(num_envs=2, rollout_length=100, actors={"count": 1})
+    data = make_data(num_envs=2, rollout_length=100, actors={"count": 1, "start_method": "fork"})
     with pytest.raises(ConfigurationError, match=r"^actor 0: .* bytes of shared memory .* /dev/shm is full"):
         make_trainer().fit(IMPALA(data.observation_space, data.action_space), data)
 
 
 @pytest.mark.parametrize(
-    "options", [{"backend": "async"}, {"actors": {"count": 1, "timeout": 10}}], ids=["workers", "actors"]
+    "options",
+    [{"backend": "async"}, {"actors": {"count": 1, "timeout": 10, "start_method": "fork"}}],
+    ids=["workers", "actors"],
 )
 def test_temporary_folder_that_is_too_long_for_a_socket_is_a_message(monkeypatch, options):
     dumps = ForkingPickler.dumps
