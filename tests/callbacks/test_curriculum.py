@@ -103,7 +103,7 @@ def test_environments_of_tensors_change_at_once():
 
 def test_actors_change_with_the_next_requested_rollout():
     seen = Seen()
-    data = make_data(ENV_ID, actors={"count": 1}, rollouts_per_epoch=6)
+    data = make_data(ENV_ID, actors={"start_method": "fork", "count": 1}, rollouts_per_epoch=6)
     model = IMPALA(data.observation_space, data.action_space)
     stages = stages_of("length", 3, 4)
     stages[1]["reset_options"] = {"map": np.eye(2)}
@@ -119,7 +119,7 @@ def test_episodes_that_actors_play_in_an_earlier_stage_do_not_end_the_next_one()
     for stage in stages[:2]:
         stage["until_return"] = 5
         del stage["until_env_steps"]
-    data = make_data(ENV_ID, actors={"count": 1}, rollout_length=40, rollouts_per_epoch=8)
+    data = make_data(ENV_ID, actors={"start_method": "fork", "count": 1}, rollout_length=40, rollouts_per_epoch=8)
     model = IMPALA(data.observation_space, data.action_space)
     seen, curriculum = Seen(), Curriculum(stages, episodes=2)
     fit(curriculum, data, seen, model=model)
