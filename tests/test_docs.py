@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import lightning.pytorch
 import pytest
+import torch
 from lightning.pytorch import Trainer
 
 import lightning_rl
@@ -164,6 +166,13 @@ def before(page, namespace):
     if page.stem == "behaviourcloning":
         data = RolloutDataModule("CartPole-v1", num_envs=4, rollout_length=64)
         namespace["expert"] = PPO(data.observation_space, data.action_space)
+    if page.stem == "coming_from_stable_baselines3":  # what Stable-Baselines3 2.9 saves for CartPole
+        layers = [("mlp_extractor.policy_net.0", 64, 4), ("mlp_extractor.policy_net.2", 64, 64), ("action_net", 2, 64)]
+        layers += [("mlp_extractor.value_net.0", 64, 4), ("mlp_extractor.value_net.2", 64, 64), ("value_net", 1, 64)]
+        theirs = {f"{name}.weight": torch.randn(*shape) for name, *shape in layers}
+        theirs |= {f"{name}.bias": torch.randn(rows) for name, rows, _ in layers}
+        with zipfile.ZipFile("cartpole.zip", "w") as archive, archive.open("policy.pth", "w") as file:
+            torch.save(theirs, file)
     if page.stem == "resuming":
         saved = fail(BrokenRollouts(VECTOR, DISCRETE, broken=[0], **OPTIONS), Path())
         wanted = re.search(r'FailedUpdate\.load\("(.*)"\)', page.read_text())[1]
@@ -184,6 +193,18 @@ def test_every_script_runs(page, as_in_a_script):
         assert namespace["trainer"].lightning_module.env_steps == 512
     if page.stem == "coming_from_stable_baselines3":
         assert namespace["action"].shape == (1,) and "val/episode_return" in namespace["metrics"]
+        theirs, x = namespace["theirs"], torch.randn(8, 4)
+        expected = []
+        for names in (("policy_net.0", "policy_net.2"), ("value_net.0", "value_net.2")):
+            of_half = x
+            for name in names:
+                weight, bias = (theirs[f"mlp_extractor.{name}.{kind}"] for kind in ("weight", "bias"))
+                of_half = (of_half @ weight.T + bias).tanh()
+            head = "action_net" if names[0] == "policy_net.0" else "value_net"
+            expected.append(of_half @ theirs[f"{head}.weight"].T + theirs[f"{head}.bias"])
+        distribution, values = namespace["model"].policy(x)
+        torch.testing.assert_close(distribution.logits.softmax(-1), expected[0].softmax(-1))
+        torch.testing.assert_close(values, expected[1].squeeze(-1))
     if page.stem == "behaviourcloning":
         assert isinstance(namespace["model"], PPO) and namespace["model"].env_steps == 2048
     if page.stem == "policies":
