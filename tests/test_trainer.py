@@ -44,6 +44,7 @@ from lightning_rl import (
     Rollout,
     RolloutDataModule,
 )
+from lightning_rl.data.evaluation import EvaluationConfig
 from lightning_rl.training.config import OptimizerConfig
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
@@ -1060,9 +1061,10 @@ def test_misspelled_monitor_is_refused_before_training(tmp_path, kind):
     given = {ModelCheckpoint: (tmp_path,), EnvStepCheckpoint: (64, tmp_path), EarlyStopping: ()}[kind]
     for monitor, expected in [
         ("val/epsiode_length", "expected val/episode_length$"),
-        ("val/score", "expected val.* or val/episodes$"),
+        ("val/score", "expected val.* or val/episodes or val/cost or val/cost_last$"),
         ("rollout/epsiode_return", "expected rollout/episode_return$"),
-        ("rollout/safety", "expected rollout.* or rollout/cost$"),
+        ("rollout/safety", "expected rollout.* or rollout/cost or rollout/cost_last$"),
+        ("val/cots", "expected val/cost$"),
     ]:
         data, best = make_data(info_keys=["cost"]), kind(*given, monitor=monitor, mode="max")
         model, trainer = make_model(data), make_trainer(callbacks=[best], enable_checkpointing=True)
@@ -1102,6 +1104,28 @@ def test_checkpoint_of_the_best_return_waits_for_the_first_episode(tmp_path):
     make_trainer(callbacks=[best], max_epochs=20, enable_checkpointing=True).fit(model, data)
     assert torch.isfinite(best.best_model_score)
     assert int(re.search(r"step=(\d+)", best.best_model_path)[1]) >= 400  # two environments, episodes of 200 steps
+
+
+@pytest.mark.parametrize("kind", [ModelCheckpoint, EarlyStopping])
+def test_the_info_of_last_steps_is_waited_for_like_a_return(tmp_path, kind):
+    data = make_data("tests.probes:Probe/Counter-v0", env={"kwargs": {"lengths": [40]}}, info_keys=["score"])
+    waiting = kind(**{"dirpath": tmp_path} if kind is ModelCheckpoint else {}, monitor="rollout/score_last", mode="max")
+    trainer = make_trainer(callbacks=[waiting], max_epochs=4, enable_checkpointing=True)  # of 16 steps
+    trainer.fit(make_model(data), data)
+    assert (waiting.best_model_score if kind is ModelCheckpoint else waiting.best_score) == 40
+
+
+def test_info_is_logged_as_mean_over_steps_and_over_last_steps_of_episodes():
+    env = {"kwargs": {"lengths": [2, 4]}}  # info["level"] of episode e is 10 e + 1, 10 e + 2, ...
+    data = make_data("tests.probes:Probe/Counter-v0", num_envs=1, rollout_length=6, env=env, info_keys=["level"])
+    data.evaluation = EvaluationConfig(episodes=2, num_envs=1)
+    trainer = make_trainer(limit_train_batches=1, limit_val_batches=1, log_every_n_steps=1)
+    trainer.fit(make_model(data), data)
+    logged = trainer.callback_metrics
+    assert logged["rollout/level"] == logged["val/level"] == pytest.approx((1 + 2 + 11 + 12 + 13 + 14) / 6)
+    assert logged["rollout/level_last"] == logged["val/level_last"] == (2 + 14) / 2
+    (episodes,) = trainer.predict(trainer.lightning_module, data)
+    assert [episode.infos["level"].tolist() for episode in episodes] == [[1, 2], [11, 12, 13, 14]]
 
 
 def test_folder_for_checkpoints_that_cannot_be_made_is_refused_before_training(tmp_path):

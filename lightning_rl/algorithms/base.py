@@ -41,7 +41,7 @@ from lightning_rl.policies.sharding import copy_whole, leave_optimizers_to_modul
 from lightning_rl.policies.values import on_rows
 from lightning_rl.rollouts.batch import Batch, set_global_weights
 from lightning_rl.rollouts.replay import Replay
-from lightning_rl.rollouts.rollout import Episode, EpisodeSummary, Rollout
+from lightning_rl.rollouts.rollout import Episode, Rollout
 from lightning_rl.spaces import SpaceOrDict, space_from_dict
 from lightning_rl.training import checks
 from lightning_rl.training.advantages import AdvantageEstimator, explained_variance
@@ -667,8 +667,8 @@ class OnPolicyAlgorithm(LightningModule):
     def validation_step(self, episodes: list[Episode], batch_idx: int) -> None:
         if batch_idx == 0:
             self.metrics.evaluation.begin(self.env_steps)
-        summary = EpisodeSummary([e.episode_return for e in episodes], [e.length for e in episodes])
-        self.metrics.evaluation.add(summary, {}, {}, {})
+        info_keys = getattr(self.trainer.datamodule, "info_keys", ())  # type: ignore[attr-defined]
+        self.metrics.add_evaluation(episodes, info_keys)
 
     def test_step(self, episodes: list[Episode], batch_idx: int) -> None:
         self.validation_step(episodes, batch_idx)

@@ -117,7 +117,7 @@ class RolloutDataModule(LightningDataModule):
         env: Options of the environments. A dict changes single fields of the default.
         actors: Options of asynchronous actors, also as a dict.
         evaluation: Options of validation, test and prediction, also as a dict.
-        info_keys: Keys of `info` whose numbers are logged as `rollout/<key>`, their mean.
+        info_keys: Keys of `info` to log: means over steps as `rollout/<key>`, over last steps of episodes as `…_last`.
         seed: Seed of environments and actions. None takes the seed of `seed_everything`, or a random one.
     """
 
@@ -535,7 +535,8 @@ class RolloutDataModule(LightningDataModule):
         shares = [len(range(rank, self.evaluation.episodes, ranks)) for rank in range(ranks)]
         first = sum(shares[: self._rank])
         numbers, most = range(first, first + shares[self._rank]), self.evaluation.num_envs
-        return self._run_episodes(self._evaluator, numbers, role, max_envs=most, record=record)
+        options: dict[str, Any] = {"max_envs": most, "record": record, "info_keys": self.info_keys}
+        return self._run_episodes(self._evaluator, numbers, role, **options)
 
     def _run_episodes(self, evaluator: Evaluator, numbers: range, role: int, **options: Any) -> list[Episode]:
         policy, _, dtype, device = self._policy()

@@ -58,9 +58,9 @@ class _Slot:
     finished: list[Episode] = field(default_factory=list)
     failures_in_a_row: int = 0
     steps: list[tuple[Nested, Nested, float]] = field(default_factory=list)
+    infos: list[list[float]] = field(default_factory=list)
 
-    def finish(self, episode_return: float, length: int, terminated: bool, reached: Nested | None) -> None:
-        episode = Episode(episode_return=episode_return, length=length, terminated=terminated)
+    def finish(self, episode: Episode, reached: Nested | None, info_keys: Sequence[str]) -> None:
         if self.steps:
             observations, actions, rewards = zip(*self.steps, strict=True)
             final = observations[-1]  # if tensor environments do not return the observation that was reached
@@ -68,8 +68,10 @@ class _Slot:
                 final = map_leaves(lambda like, x: np.asarray(to_array(x), like.dtype), final, reached)
             episode.observations = map_stacked(np.stack, [*observations, final])
             episode.actions, episode.rewards = map_stacked(np.stack, actions), np.asarray(rewards)
+        if info_keys:
+            episode.infos = dict(zip(info_keys, np.array(self.infos).T, strict=True))
         self.finished.append(episode)
-        self.remaining, self.failures_in_a_row, self.steps = self.remaining - 1, 0, []
+        self.remaining, self.failures_in_a_row, self.steps, self.infos = self.remaining - 1, 0, [], []
 
 
 def run_episodes(
@@ -81,6 +83,7 @@ def run_episodes(
     dtype: torch.dtype = torch.float32,
     deterministic: bool = True,
     record: bool = False,
+    info_keys: Sequence[str] = (),
 ) -> list[Episode]:
     """Reset the environments and play whole episodes; return them by environment, then in the order of time.
 
@@ -100,8 +103,12 @@ def run_episodes(
         with torch.no_grad():
             step = collector.advance(0)
         environments.check_finite()
-        for index, slot in enumerate(slots if record else ()):
-            if slot.remaining and (step.valid is None or step.valid[index]):
+        infos = [environments.info_values(step, key).tolist() for key in info_keys]
+        for index, slot in enumerate(slots if record or info_keys else ()):
+            if not slot.remaining or not (step.valid is None or step.valid[index]):
+                continue
+            slot.infos.append([values[index] for values in infos])
+            if record:
                 observed = map_leaves(lambda x, index=index: np.copy(to_array(x[0, index])), collector.observations)
                 acted = map_leaves(lambda x, index=index: np.copy(to_array(x[index])), collector.actions)
                 slot.steps.append((observed, acted, float(step.rewards[index])))
@@ -114,9 +121,11 @@ def run_episodes(
             )
         for _, index, episode_return, length in collector.finished_episodes():
             if slots[index].remaining:
-                slots[index].finish(episode_return, length, bool(step.terminated[index]), finals[index])
+                terminated = bool(step.terminated[index])
+                episode = Episode(episode_return=episode_return, length=length, terminated=terminated)
+                slots[index].finish(episode, finals[index], info_keys)
         for slot in (slots[index] for index in step.failed if slots[index].remaining):
-            slot.steps, slot.failures_in_a_row = [], slot.failures_in_a_row + 1
+            slot.steps, slot.infos, slot.failures_in_a_row = [], [], slot.failures_in_a_row + 1
             if slot.failures_in_a_row > MAX_RESTARTS_IN_A_ROW:
                 raise EnvironmentFailure(
                     f"{environments.pop_failures()[-1]}; the {MAX_RESTARTS_IN_A_ROW} episodes before failed too"

@@ -173,7 +173,6 @@ class RecordedEpisodes(RolloutDataModule):
         **kwargs: Any,  # options of the base class
     ) -> None:
         super().__init__(env_id, num_envs, rollout_length, rollouts_per_epoch, **kwargs)
-        check(not self.info_keys, "info_keys", self.info_keys, "none: recorded episodes have no info")
         found = _checked(load_episodes(episodes) if isinstance(episodes, str | Path) else episodes)
         try:
             observations = [map_leaves(lambda x: x[:-1], episode.observations) for episode in found]

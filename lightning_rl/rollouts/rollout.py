@@ -39,6 +39,11 @@ OF_EPISODES = [f"episode_{name}{kind}" for name in ("return", "length") for kind
 LOGGED = [*OF_EPISODES, "episodes", "env_restarts", "dropped", "actors_lost"]
 
 
+def names_of_infos(info_keys: Sequence[str]) -> list[str]:
+    """Return the names <name> of `rollout/<name>` and `val/<name>` for the `info_keys`."""
+    return [f"{key}{part}" for key in info_keys for part in ("", "_last")]
+
+
 # A type checker accepts attributes of any name in subclasses of `SimpleNamespace`.
 class _Fields:
     def __init__(self, **fields: Any) -> None:
@@ -220,6 +225,7 @@ class Episode(_Fields):
         observations: `[length + 1, ...]`, nested as the space, with the final observation; None unless recorded.
         actions: `[length, ...]`, nested as the action space, as the environment received them; None unless recorded.
         rewards: `[length]`; None unless recorded.
+        infos: Numbers under each key in `info_keys` of the data module, `[length]`, NaN where `info` has no number.
     """
 
     episode_return: float
@@ -228,6 +234,7 @@ class Episode(_Fields):
     observations: Nested | None = None
     actions: Nested | None = None
     rewards: np.ndarray[Any, Any] | None = None
+    infos: Mapping[str, np.ndarray[Any, Any]] = MappingProxyType({})
 
     def __repr__(self) -> str:
         return f"Episode(episode_return={self.episode_return:g}, length={self.length}, terminated={self.terminated})"

@@ -36,9 +36,9 @@ from lightning_rl.nested import space_leaves
 from lightning_rl.options import changed
 from lightning_rl.policies.actor_critic import check_modes_agree
 from lightning_rl.policies.networks.make import network_to_plain_data
-from lightning_rl.rollouts.rollout import LOGGED, OF_EPISODES
+from lightning_rl.rollouts.rollout import LOGGED, OF_EPISODES, names_of_infos
 from lightning_rl.spaces import observation_dtype, space_to_dict
-from lightning_rl.training.metrics import BY_GRADIENT_STEPS, COLLECTED, histogram_loggers
+from lightning_rl.training.metrics import BY_GRADIENT_STEPS, collected, histogram_loggers
 from lightning_rl.training.optimizers import (
     SCHEDULER,
     AdaptiveLearningRate,
@@ -195,17 +195,15 @@ def refuse_automatic_optimization(trainer: Trainer, model: LightningModule) -> N
         check(is_valid, "trainer.callbacks", type(callback).__name__, expected)
 
 
-_EVALUATED = [f"val/{name}" for name in (*OF_EPISODES, "episodes")]
-
-
 def check_callbacks(trainer: Trainer, model: Any) -> None:  # an algorithm
     """Check that checkpoint callbacks can save, and that callbacks monitor a logged value in the right direction."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    logged = {"val": _EVALUATED}
-    infos = getattr(trainer.datamodule, "info_keys", None)  # type: ignore[attr-defined]
+    info_keys = getattr(trainer.datamodule, "info_keys", None)  # type: ignore[attr-defined]
+    infos = names_of_infos(info_keys or ())
+    logged = {"val": [f"val/{name}" for name in (*OF_EPISODES, "episodes", *infos)]}
     if model.learns_from_recorded_steps:  # no episode ends in training
-        logged["rollout"] = _EVALUATED
-    elif infos is not None:  # known once the Trainer has the data
+        logged["rollout"] = logged["val"]
+    elif info_keys is not None:  # known once the Trainer has the data
         logged["rollout"] = [f"rollout/{name}" for name in (*LOGGED, *infos)]
     for callback in callbacks:
         # Lightning has no other public name for the intervals.
@@ -236,7 +234,7 @@ def check_callbacks(trainer: Trainer, model: Any) -> None:  # an algorithm
             check(not known, f"{field}.monitor", monitor, " or ".join(near or names))
             if near:
                 rank_zero_warn(f"{type(callback).__name__}: monitor={monitor!r}; did you mean {near[0]!r}?")
-        if monitor in COLLECTED and isinstance(callback, EarlyStopping):
+        if monitor in collected(trainer) and isinstance(callback, EarlyStopping):
             callback.strict = False  # it waits for the first episode, which may end in a later epoch
         expected = f"'max', since larger values of {monitor} are better"
         check(mode == "max" or not is_return, f"{field}.mode", mode, expected)

@@ -21,7 +21,7 @@ from lightning_rl.distributed import all_reduce, exact_dtype, world_size
 from lightning_rl.nested import leaves, map_leaves, space_leaves
 from lightning_rl.policies.sharding import whole
 from lightning_rl.rollouts.batch import Batch
-from lightning_rl.rollouts.rollout import OF_EPISODES, EpisodeSummary, Rollout
+from lightning_rl.rollouts.rollout import OF_EPISODES, Episode, EpisodeSummary, Rollout, names_of_infos
 from lightning_rl.validation import ConfigurationError
 
 _CPU = torch.device("cpu")
@@ -107,7 +107,6 @@ def _add_up(sums: dict[str, list[float]], values: Mapping[str, Sequence[float]])
         sums[name] = [functools.reduce(operator.add, map(float, some), total), count + len(some)]
 
 
-COLLECTED = [f"rollout/{name}" for name in OF_EPISODES]
 _IN_PROGRESS_BAR = ("rollout/episode_return", "time/steps_per_second")
 
 
@@ -128,7 +127,8 @@ class RolloutMetrics(LogWindow):
         """Add a rollout with the means of its updates; log the window after every `log_every_n_steps` rollouts."""
         clock, interval = model.clock, model.trainer.log_every_n_steps
         scalars = {f"{self.prefix}/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
-        scalars |= {f"rollout/{key}": x[~x.isnan()].tolist() for key, x in (rollout.infos or {}).items()}
+        for key, x in (rollout.infos or {}).items():
+            scalars |= _of_info(key, x.ravel(), x[rollout.dones.cpu()])
         scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
         scalars |= {f"time/{part}_seconds": [spent] for part, spent in rollout.parts_of_seconds.items()}
         # The version includes the update from this rollout.
@@ -163,7 +163,7 @@ class RolloutMetrics(LogWindow):
         if self.num_rollouts:
             values = self.compute(_log_device(trainer.lightning_module))
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
-        missing = {*COLLECTED} - trainer.callback_metrics.keys()
+        missing = {*collected(trainer)} - trainer.callback_metrics.keys()
         missing &= {getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks}
         for name in missing - {getattr(callback, "monitor", None) for callback in trainer.early_stopping_callbacks}:
             trainer.callback_metrics[name] = torch.tensor(torch.nan)
@@ -184,9 +184,17 @@ class RolloutMetrics(LogWindow):
 
     # ------------------------------------------------------------------ evaluation
 
+    def add_evaluation(self, episodes: Sequence[Episode], info_keys: Sequence[str]) -> None:
+        infos: dict[str, list[float]] = {}
+        for key in info_keys:
+            found = [torch.from_numpy(e.infos[key]) for e in episodes if key in e.infos]
+            infos |= _of_info(key, *(torch.cat([torch.empty(0), *parts]) for parts in (found, [x[-1:] for x in found])))
+        summary = EpisodeSummary([e.episode_return for e in episodes], [e.length for e in episodes])
+        self.evaluation.add(summary, infos, {}, {})
+
     def log_evaluation(self, model: Any, stage: str) -> None:
         device = _log_device(model)
-        values = {name.replace("rollout", stage): value for name, value in self.evaluation.compute(device).items()}
+        values = {name.replace("rollout", stage, 1): value for name, value in self.evaluation.compute(device).items()}
         model.log_dict({name: torch.tensor(value, device=device) for name, value in values.items()})
         model.log("step", _clock_of(model), reduce_fx="max")
 
@@ -199,10 +207,22 @@ class RolloutMetrics(LogWindow):
             _log_clock(model)
 
 
+def collected(trainer: Trainer) -> list[str]:
+    """Return the names of values that are missing until an episode has ended."""
+    infos = names_of_infos(getattr(trainer.datamodule, "info_keys", ()))  # type: ignore[attr-defined]
+    return [f"rollout/{name}" for name in (*OF_EPISODES, *infos)]
+
+
 def log_is_due(trainer: Trainer) -> bool:
     """Whether values are logged after the current rollout, by `log_every_n_steps`."""
     interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     return bool(interval) and (trainer.fit_loop.total_batch_idx + 1) % interval == 0
+
+
+def _of_info(key: str, *numbers: Tensor) -> dict[str, list[float]]:
+    """Return the `numbers` of all steps and of the last steps of episodes by logged name, without NaN."""
+    names = names_of_infos([key])
+    return {f"rollout/{name}": x[~x.isnan()].tolist() for name, x in zip(names, numbers, strict=True)}
 
 
 def _counts_of(rollout: Rollout) -> dict[str, int]:
@@ -245,12 +265,10 @@ def _log_clock(model: LightningModule) -> None:
 
 
 class StepMetric(Callback):
-    """Keeps the metric `step` equal to the environment steps; `OnPolicyAlgorithm` adds it to every Trainer.
+    """Keeps the metric `step` equal to the environment steps; `OnPolicyAlgorithm` adds it to every Trainer."""
 
-    Callbacks log after the module, and `ModelCheckpoint` uses `step` before the module's last hook.
-    """
-
-    # Here, since a subclass may override the hooks of the module without `super()`.
+    # A callback, since callbacks log after the module, `ModelCheckpoint` uses `step` before the module's last hook, and
+    # a subclass may override the hooks of the module without `super()`.
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         if not trainer.log_every_n_steps:  # type: ignore[attr-defined]  # no log begins a new window
             pl_module.metrics.begin(pl_module.env_steps)
@@ -297,10 +315,8 @@ class StepMetric(Callback):
 
 
 def action_saturation(policy: Any, rollout: Rollout) -> dict[str, Tensor]:
-    """Return the share of action components that the environment clipped, `action_saturation`; {} if it clips none.
-
-    Actions outside the bounds differ in log-probability but not in effect, so learning from them adds noise.
-    """
+    """Return the share of action components that the environment clipped, `action_saturation`; {} if it clips none."""
+    # Actions outside the bounds differ in log-probability but not in effect, so learning from them adds noise.
     if not hasattr(policy, "saturation"):
         return {}
     observations = map_leaves(lambda x: x[:-1], rollout.observations)

@@ -34,6 +34,15 @@ def test_every_environment_plays_its_number_of_whole_episodes(counts, mode):
     assert not any(episode.terminated for episode in episodes)
 
 
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_episodes_have_the_numbers_of_info_at_each_step(mode):
+    environments = make_batch("Probe/Counter-v0", 2, mode=mode, lengths=(4, 1))
+    episodes = run(environments, [2, 1], info_keys=["level", "score", "nowhere"])
+    assert [episode.infos["level"].tolist() for episode in episodes] == [[1, 2, 3, 4], [11], [1, 2, 3, 4]]
+    np.testing.assert_equal(episodes[0].infos["score"], [np.nan, np.nan, np.nan, 4])
+    assert all(np.isnan(episode.infos["nowhere"]).all() for episode in episodes)
+
+
 def test_short_episodes_are_not_favored():
     """Lengths are random: taking the first episodes that end would prefer short ones."""
     counts = [3, 3, 2, 2, 2, 2, 2, 2]

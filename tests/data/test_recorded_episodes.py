@@ -403,9 +403,15 @@ def test_options_that_have_no_meaning_are_refused(name, options):
         BehaviourCloning(data.observation_space, space, **options)
 
 
-def test_keys_of_info_are_refused_since_episodes_have_none():
-    with pytest.raises(ConfigurationError, match=r"^info_keys=\['power'\] .* recorded episodes have no info"):
-        recorded(expert(1), info_keys=["power"])
+def test_keys_of_info_are_logged_of_evaluation_only_since_recorded_episodes_have_none():
+    played = make_data("tests.probes:Probe/Counter-v0")
+    (episodes,) = make_trainer().predict(PPO(played.observation_space, played.action_space), played)
+    data = RecordedEpisodes("tests.probes:Probe/Counter-v0", episodes, **SMALL, info_keys=["level", "score"])
+    trainer = make_trainer(limit_val_batches=1)
+    trainer.fit(BehaviourCloning(data.observation_space, data.action_space), data)
+    logged = trainer.callback_metrics
+    assert logged["val/score"] == logged["val/score_last"] == 5 and logged["val/level"] == logged["val/level_last"] - 2
+    assert not any(name.startswith("rollout/") for name in logged)
 
 
 @pytest.mark.parametrize("step", [0, 3])

@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rl import PPO, fast
-from lightning_rl.rollouts.rollout import EpisodeSummary
-from lightning_rl.training.metrics import LogWindow
+from lightning_rl.rollouts.rollout import Episode, EpisodeSummary
+from lightning_rl.training.metrics import LogWindow, RolloutMetrics
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     VECTOR,
@@ -185,3 +185,13 @@ def test_histograms_need_a_tensorboard_logger(tmp_path):
     data = make_data()
     with pytest.raises(ConfigurationError, match=r"debug.histograms=True .* a TensorBoardLogger"):
         make_trainer(logger=CSVLogger(tmp_path)).fit(make_model(data, debug={"histograms": True}), data)
+
+
+def test_a_rank_without_episodes_has_the_names_of_the_others():
+    windows = [RolloutMetrics(), RolloutMetrics()]
+    episode = Episode(episode_return=1.0, length=2, terminated=True, infos={"level": np.array([1.0, np.nan])})
+    for window, episodes in zip(windows, [[episode], []], strict=True):
+        window.add_evaluation(episodes, ["level"])
+    assert windows[0].evaluation.means.keys() == windows[1].evaluation.means.keys()
+    assert windows[0].evaluation.compute()["rollout/level"] == 1
+    assert "rollout/level_last" not in windows[0].evaluation.compute()
