@@ -87,7 +87,7 @@ def check(condition: bool, field: str, value: object, expected: str) -> None:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question to end a message with, or an empty string if no known name is similar.
 
-    Groups may be left out or joined otherwise, and words shortened to initials: `l2_policy` suggests
+    Groups may be left out or come last, and words shortened to initials: `l2_policy` and `policy_l2` suggest
     `optimizer.l2.policy`, and `lr` suggests `learning_rate`.
     """
     initials: dict[str, list[str]] = {}
@@ -96,7 +96,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         parts = full.lower().split(".")
         initials.setdefault("".join(word[:1] for word in parts[-1].split("_")), []).append(full)
         for start in range(len(parts)):
-            endings.setdefault("_".join(parts[start:]), []).append(full)
+            for words in (parts[start:], parts[start:][::-1]):
+                endings.setdefault("_".join(words), []).append(full)
     meant = {**initials, **endings}
     asked = name.lower().split(".")
     exact = [short for start in range(len(asked)) if (short := "_".join(asked[start:])) in meant][:1]
