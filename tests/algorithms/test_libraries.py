@@ -18,7 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 PAGE = Path(__file__).parents[2] / "docs" / "same_update.md"
 RECORDED = sorted(path.stem for path in Path(scripted.__file__).parent.glob("*.npz"))
 # What each library takes for the value that follows a time limit.
-AFTER_TIME_LIMIT = {"sb3": "final", "skrl": "final", "rsl_rl": "previous", "rl_games": "previous", "cleanrl": "none"}
+AFTER_TIME_LIMIT = {"rsl_rl": "previous", "rl_games": "previous", "cleanrl": "none"}
+AFTER_TIME_LIMIT |= dict.fromkeys(("sb3", "skrl", "torchrl", "tianshou"), "final")
 LEARNING = {"learning_rate": scripted.LEARNING_RATE, "policy": {"hidden_sizes": scripted.HIDDEN}}
 PASSES = {"num_epochs": scripted.NUM_EPOCHS, "num_minibatches": scripted.NUM_MINIBATCHES}
 
@@ -38,6 +39,8 @@ TITLES = {
     "rsl_rl_ppo": "rsl_rl",
     "skrl_ppo": "skrl",
     "rl_games_ppo": "rl_games",
+    "torchrl_ppo": "TorchRL",
+    "tianshou_ppo": "Tianshou",
 }
 
 
