@@ -34,6 +34,7 @@ COMING_FROM = {
     "stable_baselines3": {"PPO": "PPO", "A2C": "A2C"},
     "cleanrl": {"PPO": "PPO", "PPG": "PPG"},
     "di_engine": {"PPO": "PPO", "A2C": "A2C", "IMPALA": "IMPALA", "PPG": "PPG"},
+    "torchrl": {"TorchRL": "PPO", "Tianshou": "PPO", "RLlib PPO": "PPOKLPenalty", "RLlib IMPALA": "IMPALA"},
 }
 
 
