@@ -108,9 +108,10 @@ def _leaf_types(name: str, hint: Any) -> dict[str, Any]:
 
 
 def refuse_unknown_options(cls: type, unknown: Mapping[str, object]) -> None:
-    """Raise a `ConfigurationError` with similar names for options that neither a class nor its bases have."""
+    """Raise a `ConfigurationError` with similar names, or all, for options that neither a class nor its bases have."""
     for name, value in unknown.items():
-        hint = did_you_mean(name, flat(defaults_of(cls), default_groups(cls)))
+        known = defaults_of(cls)
+        hint = did_you_mean(name, flat(known, default_groups(cls))) or f"; {cls.__name__} has {', '.join(known)}"
         raise ConfigurationError(f"{name}={value!r} is no option of {cls.__name__}{hint}")
 
 

@@ -252,8 +252,11 @@ def test_unknown_options_raise_with_algorithm_and_suggestion(algorithm):
         algorithm(VECTOR, DISCRETE, learning_rat=3e-4)
     begin = f"learning_rat=0.0003 is no option of {algorithm.__name__}; did you mean learning_rate or"
     assert str(caught.value).startswith(begin)
-    with pytest.raises(ConfigurationError, match=rf"^xyz=1 is no option of {algorithm.__name__}$"):
+    with pytest.raises(ConfigurationError) as caught:
         algorithm(VECTOR, DISCRETE, xyz=1)
+    begin, _, listed = str(caught.value).partition(f"; {algorithm.__name__} has ")
+    assert begin == f"xyz=1 is no option of {algorithm.__name__}"
+    assert {"learning_rate", "value_coef", "entropy_coef", "optimizer"} <= set(listed.split(", "))
 
 
 def test_custom_algorithms_can_remove_their_options_from_kwargs():
