@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.strategies import (
     DDPStrategy,
     FSDPStrategy,
@@ -153,6 +154,16 @@ def test_tensor_parallelism_and_folders_of_checkpoints_are_refused_before_an_env
     with pytest.raises(ConfigurationError, match=f"{field}.* ModelParallelStrategy.data_parallel_size=2, tensor_p"):
         make_trainer(strategy=strategy).fit(model, data)
     assert data._sampler._collector is None
+
+
+@pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="Lightning 2.6 introduced it")
+def test_averaged_weights_are_refused_with_sharded_parameters():
+    data = make_data()
+    strategy = ModelParallelStrategy(save_distributed_checkpoint=False)
+    strategy.setup_environment = lambda: None  # type: ignore[method-assign]
+    average = lightning_callbacks.EMAWeightAveraging()
+    with pytest.raises(ConfigurationError, match=r"WeightAveraging cannot be used: .*ModelParallelStrategy; .*'ddp'"):
+        make_trainer(strategy=strategy, callbacks=[average]).fit(make_model(data), data)
 
 
 def test_every_strategy_that_has_whole_networks_is_accepted():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -156,6 +157,11 @@ _REFUSED = {
     StochasticWeightAveraging: "learning rates are options of the model; EMAWeightAveraging averages without them",
     BaseFinetuning: "learning rates are options of the model; freeze modules by requires_grad_(False) in a callback",
 }
+# Lightning 2.6 introduced `WeightAveraging`, the base of `EMAWeightAveraging`.
+_REFUSED_IF_SHARDED: dict[Any, str] = {
+    getattr(lightning_callbacks, "WeightAveraging", StochasticWeightAveraging): "it copies the parameters, which "
+    "cannot be copied with ModelParallelStrategy; use strategy='ddp'"
+}
 # Hooks that Lightning calls in automatic optimization only.
 _NEVER_CALLED = (
     "optimizer_step",
@@ -168,8 +174,9 @@ _NEVER_CALLED = (
 
 def refuse_callbacks(trainer: Trainer) -> None:
     """Check that a Trainer has no callback that needs automatic optimization; Lightning's Tuner adds some of them."""
+    refused = _REFUSED | (_REFUSED_IF_SHARDED if isinstance(trainer.strategy, ModelParallelStrategy) else {})
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, reason in _REFUSED.items():
+        for kind, reason in refused.items():
             if isinstance(callback, kind):
                 raise ConfigurationError(f"trainer.callbacks: {kind.__name__} cannot be used: {reason}")
 
