@@ -250,7 +250,7 @@ class OnPolicyCLI(LightningCLI):
         try:
             # `PolicySummary` replaces the summary of Lightning.
             return super().instantiate_trainer(callbacks=callbacks, enable_model_summary=False, **kwargs)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             raise ConfigurationError(f"trainer: {error}") from error
 
     def _default_callbacks(self, config: Namespace, given: list[Callback]) -> Iterator[Callback]:

@@ -744,6 +744,10 @@ def test_a_missing_info_key_is_one_warning():
             "optimizer.anneal=True is not valid: .* with an end",
         ),
         (["--trainer.callbacks+=LearningRateFinder"], "trainer.callbacks: LearningRateFinder cannot be used"),
+        (
+            ["--trainer.callbacks+=EnvStepCheckpoint", "--trainer.callbacks.every_n_env_steps=100"] * 2,
+            "trainer: Found more than one stateful callback of type `EnvStepCheckpoint`",
+        ),
         (["--model=A2C", "--data.actors.count=2"], "actors.count=2 is not valid: expected 0: A2C learns from"),
         (["--trainer.precision=16-true"], "precision='16-true' is not valid: expected one of 32-true, 16-mixed, bf16"),
         (["--model.optimizer.name=torch.optim.LBFGS"], "optimizer.name='torch.optim.LBFGS' .* steps without a closure"),
