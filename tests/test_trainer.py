@@ -527,6 +527,16 @@ def test_averaged_weights_are_used_or_refused_if_they_would_not_be_updated():
     assert any(not torch.equal(x, y) for x, y in zip(slow.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="Lightning 2.6 introduced it")
+@pytest.mark.parametrize("evaluate", ["validate", "test"])
+def test_the_trainer_of_a_run_evaluates_the_averaged_weights_of_a_checkpoint(tmp_path, evaluate):
+    callbacks = [lightning_callbacks.EMAWeightAveraging(decay=0.9), LastCheckpoint(tmp_path)]
+    trainer, model, data = fit(callbacks=callbacks, enable_checkpointing=True, max_epochs=2)
+    average = parameters_of(model)
+    getattr(trainer, evaluate)(model, data, ckpt_path=tmp_path / "last.ckpt")
+    assert_equal_parameters(model, average)
+
+
 def test_checkpoints_by_time_are_refused_since_lightning_would_save_none():
     data = make_data()
     timed = ModelCheckpoint(train_time_interval=timedelta(hours=1))

@@ -55,6 +55,8 @@ def take_over(checkpoint: dict[str, Any], module: Any) -> None:  # an algorithm
     for name in ("env_steps", "policy_version", "frames", "planned_env_steps"):
         setattr(clock, name, state[name])
     if not resumes:
+        if "current_model_state" in checkpoint:  # Lightning would evaluate these parameters instead of their average
+            checkpoint["current_model_state"] = checkpoint["state_dict"]
         return
     if hasattr(data := trainer.datamodule, "rollout_shape") and (name := type(data).__qualname__) not in checkpoint:
         rank_zero_warn(
