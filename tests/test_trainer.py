@@ -537,6 +537,12 @@ def test_the_trainer_of_a_run_evaluates_the_averaged_weights_of_a_checkpoint(tmp
     assert_equal_parameters(model, average)
 
 
+@pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="Lightning 2.6 introduced it")
+def test_the_average_of_a_64_bit_run_has_64_bits():
+    _, model, _ = fit(callbacks=[lightning_callbacks.EMAWeightAveraging(decay=0.9)], precision="64-true")
+    assert any(not torch.equal(x, x.float().double()) for x in model.policy.parameters())
+
+
 def test_checkpoints_by_time_are_refused_since_lightning_would_save_none():
     data = make_data()
     timed = ModelCheckpoint(train_time_interval=timedelta(hours=1))

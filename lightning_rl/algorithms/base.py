@@ -564,6 +564,9 @@ class OnPolicyAlgorithm(LightningModule):
                 learning rate, or clipping or accumulating gradients.
         """
         filter_misleading_warnings()
+        if self.trainer.precision == "64-true":
+            # Lightning converts after it has loaded or copied the parameters, which would round them to float32.
+            self.double()
         # First: Lightning's own errors would suggest something else.
         checks.refuse_callbacks(self.trainer)
         if self.trainer.state.fn == "fit":

@@ -49,9 +49,6 @@ def take_over(checkpoint: dict[str, Any], module: Any) -> None:  # an algorithm
     if resumes:
         check_resumable(checkpoint, module)
     check_fits(checkpoint, module)
-    if trainer is not None and trainer.precision == "64-true":
-        # Lightning converts after it has loaded the parameters, which would round them to float32.
-        module.double()
     for name in ("env_steps", "policy_version", "frames", "planned_env_steps"):
         setattr(clock, name, state[name])
     if not resumes:
