@@ -125,7 +125,7 @@ def missing_package(env_id: str, spec: EnvSpec | None, error: object) -> Configu
     """Return the error for an environment that needs a package: it names the extra; EnvPool has no `spec`."""
     extra = spec and (_by_prefix(_EXTRA_BY_ENTRY_POINT, str(spec.entry_point)) or _by_prefix(_EXTRA_BY_PREFIX, spec.id))
     how = f": {how_to_install(extra)}" if extra else ""
-    return ConfigurationError(f"env_id={env_id!r} needs a package that is not installed ({error}){how}")
+    return ConfigurationError(f"env_id={env_id!r} needs a package that is not installed or incompatible ({error}){how}")
 
 
 def working_versions(error: BaseException) -> str:

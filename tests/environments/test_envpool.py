@@ -83,6 +83,12 @@ def test_missing_library_of_envpool_is_named():
         raise ImportError("the Qt 5 runtime")
 
 
+def test_name_that_an_installed_package_lacks_is_called_incompatible():
+    message = r"needs a package .* or incompatible \(cannot import name 'none' from 'torch' .*torch/__init__"
+    with pytest.raises(ConfigurationError, match=message), explained(EnvironmentSpec("Probe/Counter-v0")):
+        from torch import none  # noqa: F401
+
+
 def test_missing_library_of_the_system_is_named(tmp_path, monkeypatch):
     what = "libEGL.so.1: cannot open shared object file"
     (tmp_path / "envpool.py").write_text(f"raise ImportError({what!r})")
