@@ -254,7 +254,7 @@ def to_number(reward: Any) -> float:  # any value of an environment
     with contextlib.suppress(TypeError, ValueError):
         if not isinstance(reward, str | bytes) and np.ndim(reward) == 0:
             return float(reward)
-    several = "; rewards of several objectives need a wrapper like mo_gymnasium.wrappers.LinearReward"
+    several = "; mo_gymnasium.wrappers.LinearReward weights several objectives, ParallelEnvVector adapts several agents"
     raise Unexpected(f"returned reward {reward!r}: expected a number{several if np.ndim(reward) else ''}")
 
 

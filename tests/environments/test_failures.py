@@ -414,7 +414,7 @@ def test_workers_do_not_outlive_a_parent_that_is_killed():
     assert ended
 
 
-SEVERAL = "; rewards of several objectives need a wrapper like mo_gymnasium.wrappers.LinearReward"
+SEVERAL = "; mo_gymnasium.wrappers.LinearReward weights several objectives, ParallelEnvVector adapts several agents"
 
 
 @pytest.mark.parametrize("backend", ["sync", "async"])
