@@ -201,7 +201,7 @@ def explained(spec: EnvironmentSpec, gym_spec: EnvSpec | None = None) -> Iterato
         if not is_failure(error):  # but the end of the program
             raise
         raise ConfigurationError(
-            f"env_id={spec.env_id!r} cannot be made with env.kwargs={spec.env.kwargs!r}: "
+            f"env_id={spec.env_id!r} cannot be made {'for a video ' * spec.filmed}with env.kwargs={spec.env.kwargs!r}: "
             f"{summary(error)}{_place(error)}{working_versions(error)}"
         ) from error
 
