@@ -32,7 +32,7 @@ from lightning_rl.environments.registry import (
 from lightning_rl.environments.rendering import Camera, prepare_rendering, steps_per_second
 from lightning_rl.environments.spec import WRAPPERS, EnvironmentSpec
 from lightning_rl.environments.tensor_batch import TensorEnvironments
-from lightning_rl.environments.workers import WorkerPool
+from lightning_rl.environments.workers import WorkerPool, start_context
 from lightning_rl.environments.wrappers.action_mask import ReadMasks
 from lightning_rl.environments.wrappers.action_repeat import (
     ActionRepeat,
@@ -117,7 +117,9 @@ def make_pool(
     try:
         return WorkerPool(factories, timeout, spec.env.on_failure == "restart"), atari, seeds
     except WorkerFailure as error:
-        raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
+        forked = start_context().get_start_method() == "fork"
+        hint = "; if only forked processes fail, call multiprocessing.set_start_method('spawn')" if forked else ""
+        raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step{hint}") from error
 
 
 def make_native(
