@@ -255,6 +255,8 @@ class OnPolicyAlgorithm(LightningModule):
         """Yield the minibatches of `num_epochs` passes over a batch, by default one; end early once updates stop."""
         if isinstance(batch, Rollout):
             raise TypeError("minibatches got a Rollout: expected self.minibatches(self.batch(rollout), ...)")
+        for name in vars(batch).keys() & batch.fields:  # assigned fields would not reach the minibatches
+            raise TypeError(f"batch.{name} was assigned: expected batch = batch.replace({name}=...)")
         for epoch, is_last in self.steps.epochs(num_epochs or 1):
             if epoch and self.estimator.recompute_advantages:
                 batch = self.estimator.renewed(batch)

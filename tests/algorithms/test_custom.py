@@ -290,6 +290,13 @@ class LossNotMethod(Reinforce):
             self.descend(self.loss(minibatch), minibatch)
 
 
+class AssignsAdvantages(Reinforce):
+    def batch(self, rollout: Any, **per_step: Any) -> Batch:
+        batch = super().batch(rollout, **per_step)
+        batch.advantages = batch.advantages - batch.advantages.mean()
+        return batch
+
+
 class ScheduledFirst(Reinforce):
     def __init__(self, *args: Any, temperature: float = 1.0, **kwargs: Any) -> None:
         self.temperature = self.scheduled("temperature", temperature)
@@ -301,6 +308,7 @@ class ScheduledFirst(Reinforce):
     [
         (OnObservations, r"actor_critic got observations: expected the batch, self\.actor_critic\(batch\)"),
         (WithoutPolicy, r"loss does not depend on the policy: expected terms of self\.actor_critic\(batch\)"),
+        (AssignsAdvantages, r"batch\.advantages was assigned: expected batch = batch\.replace\(advantages=\.\.\.\)"),
         (OnRollout, r"minibatches got a Rollout: expected self\.minibatches\(self\.batch\(rollout\)"),
         (
             DescendOnRollout,
