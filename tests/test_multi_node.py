@@ -73,7 +73,7 @@ def test_predict_prints_the_episodes_of_both_nodes_once(nodes):
 
 
 def test_ray_workers_end_with_equal_weights():
-    pytest.importorskip("ray")
+    pytest.importorskip("ray.train", exc_type=ImportError)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", "from examples.multi_node.ray_train import main; main(max_env_steps=2048)"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
