@@ -30,7 +30,7 @@ MODULES = {
     "ALE/": "ale_py",
     "MiniGrid": "minigrid",
     "MinAtar": "minatar",
-    "LunarLander": "Box2D",
+    **dict.fromkeys(("LunarLander", "BipedalWalker"), "Box2D"),
     **dict.fromkeys(("HalfCheetah", "Hopper", "Walker2d", "Ant", "Swimmer", "Inverted", "Reacher"), "mujoco"),
     "popgym": "popgym",
     "PettingZoo/mpe2": "mpe2",
