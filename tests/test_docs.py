@@ -249,8 +249,9 @@ def test_what_other_libraries_options_are_called_here_is_there_with_its_default(
         compared = [row[2:] for row in rows if len(row) == 4 and row[3] != "-"]
         assert len(compared) >= 4
         for here, written in compared:
-            option = re.search(r"`([\w.]+)`", here)[1]
-            assert written == str(default_of(option, getattr(lightning_rl, algorithm))), (heading, option)
+            options = re.findall(r"`([\w.]+)`", re.search(r"`[\w.]+`(?: · `[\w.]+`)*", here)[0])
+            defaults = [str(default_of(option, getattr(lightning_rl, algorithm))) for option in options]
+            assert written == " · ".join(defaults), (heading, options)
 
 
 def test_the_notebook_trains_and_shows_an_episode(monkeypatch, tmp_path):
