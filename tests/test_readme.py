@@ -64,7 +64,7 @@ def as_in_a_checkout(in_tmp_path, monkeypatch):
     Path("mine.yaml").write_text("data: {num_envs: 4}\n")
     # What other commands and scripts of the guide leave behind.
     Path("pulled").mkdir()
-    for path in ("best.yaml", "pulled/config.yaml"):
+    for path in ("best.yaml", "preset.yaml", "pulled/config.yaml"):
         Path(path).symlink_to(ROOT / "configs/ppo/cartpole.yaml")
     monkeypatch.syspath_prepend(str(in_tmp_path))
 
