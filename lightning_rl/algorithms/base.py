@@ -206,12 +206,12 @@ class OnPolicyAlgorithm(LightningModule):
     def step_weights(self, rollout: Rollout) -> Tensor | None:
         """Return the weight of each step in losses and means, `[T, B]`, at least 0; by default `rollout.weights`.
 
-        None weights all steps equally. Rewards and values of steps of weight 0 still count for earlier steps.
+        None weights all steps equally. A step of weight 0 still counts in the advantages and returns of earlier steps.
         """
         return rollout.weights
 
     def minibatch_order(self, num_items: int) -> Tensor:
-        """Return the order of the rows in one pass, indices `[M]`. With memory, these are the indices of sequences."""
+        """Return the order of the rows in one pass, as indices `[M]`; with memory, the order of the sequences."""
         if self.device.type != "cuda":
             return torch.randperm(num_items, generator=self.generator)
         # A permutation of a large rollout takes as long on the host as all else that it does for a pass.
@@ -232,7 +232,7 @@ class OnPolicyAlgorithm(LightningModule):
         return fast.default_optimizer(self) or adam(self.device)
 
     def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
-        """Return the parameters that a gradient step on a part of the loss, or on all of it (None), does not change."""
+        """Return the parameters that stay fixed in steps that train `part` of the policy, or both parts (None)."""
         if self.steps.is_warming_up:
             return parameters_of_policy(self.policy)
         return [] if part is None else parameters_of_other_half(self.policy, part)
@@ -270,7 +270,7 @@ class OnPolicyAlgorithm(LightningModule):
                 self.on_pass_end(batch, "update" if num_epochs is None else name)
 
     def one_pass(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
-        """Yield the minibatches of one pass; the `weight` of the k-th is 1 over the number of its rows on all ranks."""
+        """Yield the minibatches of one pass; the `weight` of a minibatch is 1 / (number of its rows on all ranks)."""
         order = self.minibatch_order(batch.num_items)
         may_lack_rows = batch.sequences is not None or len(order) < num_minibatches
         minibatches = self.estimator.minibatches(batch, order, num_minibatches, self.steps.engine.normalizes_in_loss)
@@ -287,7 +287,7 @@ class OnPolicyAlgorithm(LightningModule):
         self.steps.take(loss, batch)
 
     def new_loss(self, batch: Batch) -> Loss:
-        """Return an empty loss over a minibatch; it only has the weight penalties of `optimizer.l2`."""
+        """Return a loss over a minibatch to add terms to; it already has the weight penalties of `optimizer.l2`."""
         loss = Loss(batch, self.normalizers.of_values, self.steps.part)
         if self.penalties:
             loss.add_penalty("l2_penalty", weight_penalty(self.policy, self.penalties))
@@ -440,7 +440,7 @@ class OnPolicyAlgorithm(LightningModule):
         return {name: sum(x) / (len(x) if reduction == "mean" else 1) for name, x in terms.items()}
 
     def record_loss(self, rollout: Rollout | Batch) -> None:
-        """Record the terms for `compute_loss`; override it if they are not `loss(batch(rollout))`."""
+        """Record the terms for `compute_loss`; override it if `loss(batch(rollout))` does not compute them."""
         batch = self.batch(rollout) if isinstance(rollout, Rollout) else rollout.replace()
         batch = self.estimator.normalized_over_rollout(batch, ("rollout", "minibatch"))
         set_global_weights([batch])
@@ -465,9 +465,9 @@ class OnPolicyAlgorithm(LightningModule):
     # ------------------------------------------------------------------ acting
 
     def acting_policy(self) -> nn.Module:
-        """Return the policy that acts: `policy`, or a copy with whole parameters, or on the CPU with XLA.
+        """Return the policy that acts: `policy`, or a copy if parameters are sharded over ranks or on an XLA device.
 
-        With sharded parameters all ranks update the copy after each training step. On XLA the copy is on the CPU and
+        With sharded parameters all ranks update the copy after each training step. With XLA the copy is on the CPU and
         new in each call: XLA runs whole graphs, and one graph per environment step would be slow.
         """
         if self.acting_copies:
@@ -520,7 +520,7 @@ class OnPolicyAlgorithm(LightningModule):
     # ------------------------------------------------------------------ optimizers
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer, or a list of it and the critic's own one; with a scheduler, lists of both."""
+        """Return the optimizer, or a list with the critic's too; with a scheduler, a list of each kind."""
         default, rates = self.default_optimizer(), [self.schedules.first(name, getattr(self, name)) for name in RATES]
         optimizers, schedulers = make_optimizers(self.policy, self.options, default, rates)
         if schedulers:
