@@ -107,7 +107,7 @@ class PPO(OnPolicyAlgorithm):
             self.descend(self.loss, minibatch)
 
     def num_minibatches_of(self, shape: Sequence[int]) -> int:
-        """Return the number of minibatches per pass over steps of this rank, such as `[T, B]`."""
+        """Return the number of minibatches in a pass over this rank's rows of this shape, such as `[T, B]`."""
         if self.minibatch_size is not None:
             return max(1, math.prod(shape) // self.minibatch_size)
         assert self.num_minibatches is not None
