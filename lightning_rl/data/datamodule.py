@@ -186,8 +186,8 @@ class RolloutDataModule(LightningDataModule):
     ) -> Self:
         """Return the data module of a checkpoint; see `OnPolicyAlgorithm.load_from_checkpoint`.
 
-        A subclass with its own constructor has the options that it stores by `save_hyperparameters`; `kwargs` are the
-        others. An option that is missing, or that a checkpoint cannot hold, raises a `ConfigurationError`.
+        A subclass with its own constructor stores its options by `save_hyperparameters`. `kwargs` replace or add
+        options; a `ConfigurationError` names an option that is neither stored nor in `kwargs`.
         """
         check(hparams_file is None, "hparams_file", hparams_file, "None; pass options as keyword arguments")
         checkpoint = read_data(checkpoint_path, map_location or "cpu", weights_only, "checkpoint_path")
@@ -518,7 +518,7 @@ class RolloutDataModule(LightningDataModule):
         return self.seed
 
     def _policy(self) -> tuple[Policy, int, torch.dtype, torch.device]:
-        """Return policy, version, dtype and device of the module: the only access of the data to the model."""
+        """Return policy, version, dtype and device of the model, which collection needs."""
         module: Any = self._attached.lightning_module
         policy: Any = module.acting_policy() if hasattr(module, "acting_policy") else module.policy
         parameter = next(policy.parameters())
@@ -576,10 +576,10 @@ class RolloutDataModule(LightningDataModule):
 def options_of_run(
     cls: type[RolloutDataModule], settings: Mapping[str, Any], given: Mapping[str, Any], field: str
 ) -> dict[str, Any]:
-    """Return the options of a run from the `settings` of its state, without the seed, which the state has too.
+    """Return the options of a run from the `settings` of its state, without the seed, which is stored separately.
 
     An option that a checkpoint cannot hold, such as a function in `env.kwargs`, raises an error that begins with
-    `field`, unless it is `given`.
+    `field`, unless it is in `given`.
     """
     groups = default_groups(cls)
     missing = flat(defaults_of(cls), groups).keys() - settings.keys() - given.keys()
