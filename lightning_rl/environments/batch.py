@@ -1,4 +1,4 @@
-"""Vector environments of single environments, and a batch of environments of any backend behind one contract."""
+"""Vector environments of single environments, and `EnvironmentBatch`, one interface to every backend."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class NativeCartPole(VectorWrapper):
 def check_values(env: Any, observations: Nested, infos: Any, **rows: Any) -> bool:
     """Raise `Unexpected` unless values of a vectorized environment are in arrays `[B, ...]` that fit its space.
 
-    Return whether no observation needs a conversion, in which a later value might change.
+    Return whether no observation needs a conversion to the dtype of its space, which later values might not fit.
     """
     check_info(infos)
     space = batch_space(env.single_observation_space, env.num_envs)
@@ -272,10 +272,10 @@ class Step(NamedTuple):
 
     Attributes:
         observations: Observations for the next action, `[B, ...]`; the next step may overwrite them.
-        rewards: `[B]`, as the next three; 0 where not `valid`.
+        rewards: `[B]`, like `terminated`, `truncated` and `valid`; 0 where not `valid`.
         valid: False where the environment ignored the action, because it was reset or idle; None if all are.
-        final_observations: Pairs (environment, final observation), one for each episode that this step ended. In the
-            training environments of tensors only for truncated episodes. None: tensor environments do not return it.
+        final_observations: Pairs (environment, final observation), one for each episode that this step ended. Training
+            with `backend: torch` has only truncated episodes, with None for an observation that is not returned.
         infos: Gymnasium's vector `info`.
         failed: Environments that failed and were replaced in this step. The step is not `valid` for them: their episode
             ended one step earlier, and `observations` has the first observation of the next episode.
@@ -507,7 +507,7 @@ class EnvironmentBatch:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested] | None:
-        """Return which environments are exact, `[B]`, and the observations; None for another backend or options."""
+        """Restore a state; return the mask `[B]` of exact environments and observations, or None if it does not fit."""
         if state["kind"] != self._kind_of_state or len(state["histories"]) != len(self._histories):
             return None
         environments = to_arrays(state["environments"])
