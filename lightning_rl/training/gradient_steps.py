@@ -226,7 +226,7 @@ class GradientSteps:
             vars(self).update(kept)
 
     def not_finite(self, means: dict[str, float]) -> dict[str, float]:
-        """Return the means that make the update fail."""
+        """Return the means that are not finite and make the update fail."""
         failed = self.record.not_finite(means)
         if failed and self.failed_minibatch is None:
             self._find_failed_minibatch()
@@ -481,7 +481,7 @@ class UpdateRecord:
         self._recorded.append((names, values, self._counts))
 
     def add_absolute(self, name: str, terms: Tensor) -> None:
-        """Record Σ |mean of a term over ranks| of the terms `[M]` of a minibatch; `means` reduces all at once."""
+        """Record terms `[M]` of a minibatch; `means` returns the sum of |mean over ranks| of the terms."""
         self._absolute.append((self.prefix + name, terms.detach(), self._counts))
 
     def stop_unless(self, condition: Tensor) -> None:
@@ -543,7 +543,7 @@ def _exact(number: float, device: torch.device) -> Tensor:
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
-    """Cast bfloat16, whose sums over minibatches would stop growing."""
+    """Cast to at least float32: in bfloat16, sums over many minibatches would stop growing."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
