@@ -354,7 +354,7 @@ def _run(arguments: list[str], cwd: str, env: dict[str, str], base: list[str]) -
         else:
             sys.path[:] = [str(Path(cwd, arguments[0]).parent), *path]
             sys.argv[:] = arguments
-            runpy.run_path(arguments[0], run_name="__main__")
+            runpy.run_path(str(Path(cwd, arguments[0])), run_name="__main__")  # further processes import this path
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if code and not isinstance(ended.code, int):

@@ -21,7 +21,7 @@ from tests.programs import Program
 ROOT = Path(__file__).parents[2]
 RUN = Path("runs/ppo/CartPole-v1/version_0")
 LAST = RUN / "checkpoints/last.ckpt"
-PROGRAM = "from lightning_rl.cli.main import main\nmain()\n"
+PROGRAM = "from lightning_rl.cli.main import main\nif __name__ == '__main__':\n    main()\n"
 # A rollout takes more than a second, so that signals arrive during collection.
 SLOW = "import time, gymnasium\nclass Slow(gymnasium.Wrapper):\n    def step(self, action):\n"
 SLOW += "        time.sleep({seconds})\n        return super().step(action)\n"
