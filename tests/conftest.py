@@ -31,6 +31,14 @@ def no_garbage_of_other_files() -> Iterator[None]:
     gc.freeze()  # what is left are modules and caches; the next collection need not search them again
 
 
+@pytest.fixture(autouse=True, scope="session")
+def autograd_is_used_before_fake_tensors():
+    """Otherwise a build of PyTorch for CUDA, on a machine without a GPU, refuses autograd in forked processes."""
+    import torch
+
+    torch.ones((), requires_grad=True).backward()
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     import torch  # not above, since the process that starts the workers of pytest-xdist needs none of this
