@@ -47,6 +47,7 @@ from lightning_rl import (
 from lightning_rl.data.evaluation import EvaluationConfig
 from lightning_rl.training.config import OptimizerConfig
 from lightning_rl.validation import ConfigurationError
+from tests.combination_probes import Combination, data_options
 from tests.helpers import (
     MemoryLogger,
     Recorder,
@@ -541,6 +542,17 @@ def test_the_trainer_of_a_run_evaluates_the_averaged_weights_of_a_checkpoint(tmp
 def test_the_average_of_a_64_bit_run_has_64_bits():
     _, model, _ = fit(callbacks=[lightning_callbacks.EMAWeightAveraging(decay=0.9)], precision="64-true")
     assert any(not torch.equal(x, x.float().double()) for x in model.policy.parameters())
+
+
+@pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="Lightning 2.6 introduced it")
+def test_averaging_does_not_round_the_integers_by_which_discrete_actions_are_found():
+    data = make_data(**data_options(Combination("multi_discrete", "ragged", memory=False, masked=False)))
+    model = make_model(data)
+    constants = {name: x.clone() for name, x in model.named_buffers()}
+    assert "policy.action_head.places" in constants
+    average = lightning_callbacks.EMAWeightAveraging(decay=0.9)  # 0.9 · 7 + 0.1 · 7 is below 7 in float32
+    make_trainer(callbacks=[average], limit_val_batches=1).fit(model, data)
+    assert {name: x.tolist() for name, x in model.named_buffers()} == {n: x.tolist() for n, x in constants.items()}
 
 
 def test_checkpoints_by_time_are_refused_since_lightning_would_save_none():

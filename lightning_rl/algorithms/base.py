@@ -558,6 +558,10 @@ class OnPolicyAlgorithm(LightningModule):
 
     # ------------------------------------------------------------------ hooks of Lightning
 
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        # Integers are constants: an average over weights and buffers, as in EMAWeightAveraging, would truncate them.
+        return (x for x in super().buffers(recurse) if x.is_floating_point())
+
     def configure_callbacks(self) -> list[Callback]:
         """Return the callbacks that every run needs; call `super()` when you override it.
 

@@ -304,7 +304,8 @@ class CompiledEngine(FastEngine):
             of_batch = {id(x): k for k, x in enumerate(found)}
             model = self._model
             scalars = (tensor for tensor, _ in self._scalars.values())
-            fixed = {*map(id, (*model.parameters(), *model.buffers(), *scalars))}
+            buffers = (buffer for _, buffer in model.named_buffers())  # with integers, unlike `model.buffers()`
+            fixed = {*map(id, (*model.parameters(), *buffers, *scalars))}
             known = (id(x) in fixed or id(x) in of_batch for x in graph.inputs if isinstance(x, Tensor))
             places = [(k, of_batch[id(x)]) for k, x in enumerate(graph.inputs) if id(x) in of_batch]
             graph.places = places if all(known) else []
