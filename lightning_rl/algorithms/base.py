@@ -74,7 +74,7 @@ def _update_acting_policy(model: Any) -> None:
 
 
 class OnPolicyAlgorithm(LightningModule):
-    """Base of the algorithms: a subclass defines `update(rollout)` and `loss(batch)`.
+    """An algorithm that learns from rollouts; its subclasses define `update(rollout)` and `loss(batch)`.
 
     Each group of options, such as `optimizer`, is a dataclass. A dict such as `{"max_grad_norm": 1.0}` changes single
     options of the algorithm's default. An unknown option or value out of range raises a `ConfigurationError`.
