@@ -385,7 +385,9 @@ class EnvironmentBatch:
             # Copies, since an environment may write into its action.
             observations, rewards, terminated, truncated, infos = self.env.step(map_leaves(np.copy, actions))
             if self._pool is None:
-                rewards, terminated, truncated = self._checked(observations, rewards, terminated, truncated, infos)
+                observations, rewards, terminated, truncated = self._checked(
+                    observations, rewards, terminated, truncated, infos
+                )
         except BaseException as error:  # not `_named`, which costs a microsecond
             self._raise_named(error, "step")
         self.observations = observations
@@ -415,7 +417,7 @@ class EnvironmentBatch:
         at_ends = np.flatnonzero(ended).tolist() if any_ended else []
         reached, first_infos = observations, infos
         if any_ended and self.mode is AutoresetMode.SAME_STEP:
-            reached = self._with_finals(observations, infos["final_obs"], at_ends)
+            reached = self._with_finals(observations, map_leaves(np.asarray, infos["final_obs"]), at_ends)
         self._check_observations(reached)
         shown = self._advance_histories(reached, actions, rewards, ended, infos) if self._histories else reached
         # Copies, since the next step may overwrite the observations.
@@ -549,15 +551,15 @@ class EnvironmentBatch:
             observations, infos = self.env.reset(**kwargs)
             if self._pool is None and not self._is_checked:
                 check_values(self.env, observations, infos)
-        self.observations = observations
+        self.observations = observations = map_leaves(np.asarray, observations)
         if FAILURE in infos:
             self._note_failures(infos)
         return observations, infos
 
     def _checked(
         self, observations: Nested, rewards: Any, terminated: Any, truncated: Any, infos: dict[str, Any]
-    ) -> tuple[Array, Array, Array]:
-        """Check the values of a step of vectorized environments; return rewards and boolean flags in arrays."""
+    ) -> tuple[Nested, Array, Array, Array]:
+        """Check a step of vectorized environments; return observations, rewards and boolean flags in NumPy arrays."""
         if not self._is_checked:
             rows = {"rewards": rewards, "terminated": terminated, "truncated": truncated}
             self._is_checked = check_values(self.env, observations, infos, **rows)
@@ -568,7 +570,7 @@ class EnvironmentBatch:
                 raise Unexpected(f"{what}: expected it in SAME_STEP mode")
             if (counts := {len(leaf) for leaf in leaves(infos["final_obs"])}) != {self.num_envs}:
                 raise Unexpected(f"returned info['final_obs'] of {min(counts)} rows: expected one for each environment")
-        return np.asarray(rewards), terminated, truncated
+        return map_leaves(np.asarray, observations), np.asarray(rewards), terminated, truncated
 
     def _with_finals(self, observations: Nested, finals: Nested, indices: list[int]) -> Nested:
         """Return observations with the final observations of the episodes that ended, at their `indices`."""

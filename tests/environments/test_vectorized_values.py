@@ -284,9 +284,13 @@ class Owner(Steps):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", [{}, {"frame_stack": 2}])
-def test_native_environments_with_an_own_state_are_restored(monkeypatch, mode, options):
+@pytest.mark.parametrize("kind", [np.asarray, memoryview])  # as arrays of another library, such as JAX
+def test_native_environments_with_an_own_state_are_restored(monkeypatch, mode, options, kind):
+    def change(*values):
+        return *map(kind, values[:-1]), {key: kind(x) for key, x in values[-1].items()}
+
     monkeypatch.setitem(gymnasium.registry, "Steps-v0", EnvSpec("Steps-v0", vector_entry_point=Owner))
-    first, again = make(mode=mode, options=options), make(mode=mode, options=options)
+    first, again = (make(mode=mode, options=options, first=kind, change=change) for _ in range(2))
     observations = first.reset()
     for _ in range(4):
         observations = first.step(np.zeros(2, np.int64)).observations
