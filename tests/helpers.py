@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_only
@@ -24,6 +24,9 @@ from lightning_rl.nested import map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 
 needs_box2d = pytest.mark.skipif(find_spec("Box2D") is None, reason="Box2D has no release for Python 3.14")
+needs_weight_averaging = pytest.mark.skipif(
+    not hasattr(callbacks, "WeightAveraging"), reason="Lightning 2.6 introduced it, with EMAWeightAveraging"
+)
 VECTOR = spaces.Box(-1, 1, (3,), np.float32)
 DISCRETE, CONTINUOUS = spaces.Discrete(3), spaces.Box(-1, 1, (2,), np.float32)
 

@@ -23,7 +23,14 @@ from lightning_rl import LastCheckpoint
 from lightning_rl.cli.main import main
 from lightning_rl.training.checks import check_strategy
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
+from tests.helpers import (
+    assert_equal_parameters,
+    make_data,
+    make_model,
+    make_trainer,
+    needs_weight_averaging,
+    parameters_of,
+)
 from tests.programs import IMPORTED
 
 SHARDED = ["fsdp", "fsdp_cpu_offload", "model_parallel", "deepspeed", "deepspeed_stage_3_offload"]
@@ -156,7 +163,7 @@ def test_tensor_parallelism_and_folders_of_checkpoints_are_refused_before_an_env
     assert data._sampler._collector is None
 
 
-@pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="Lightning 2.6 introduced it")
+@needs_weight_averaging
 def test_averaged_weights_are_refused_with_sharded_parameters():
     data = make_data()
     strategy = ModelParallelStrategy(save_distributed_checkpoint=False)

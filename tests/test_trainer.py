@@ -56,6 +56,7 @@ from tests.helpers import (
     make_model,
     make_trainer,
     merged,
+    needs_weight_averaging,
     parameters_of,
 )
 
@@ -517,7 +518,7 @@ def test_callbacks_that_need_automatic_optimization_are_refused(callback, messag
         fit(callbacks=[callback()])
 
 
-@pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="Lightning 2.6 introduced it")
+@needs_weight_averaging
 def test_averaged_weights_are_used_or_refused_if_they_would_not_be_updated():
     average = lightning_callbacks.EMAWeightAveraging
     with pytest.raises(ConfigurationError, match=r"EMAWeightAveraging.update_every_n_steps=10 is .*expected 1: "):
@@ -528,7 +529,7 @@ def test_averaged_weights_are_used_or_refused_if_they_would_not_be_updated():
     assert any(not torch.equal(x, y) for x, y in zip(slow.parameters(), plain.parameters(), strict=True))
 
 
-@pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="Lightning 2.6 introduced it")
+@needs_weight_averaging
 @pytest.mark.parametrize("evaluate", ["validate", "test"])
 def test_the_trainer_of_a_run_evaluates_the_averaged_weights_of_a_checkpoint(tmp_path, evaluate):
     callbacks = [lightning_callbacks.EMAWeightAveraging(decay=0.9), LastCheckpoint(tmp_path)]
@@ -538,13 +539,13 @@ def test_the_trainer_of_a_run_evaluates_the_averaged_weights_of_a_checkpoint(tmp
     assert_equal_parameters(model, average)
 
 
-@pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="Lightning 2.6 introduced it")
+@needs_weight_averaging
 def test_the_average_of_a_64_bit_run_has_64_bits():
     _, model, _ = fit(callbacks=[lightning_callbacks.EMAWeightAveraging(decay=0.9)], precision="64-true")
     assert any(not torch.equal(x, x.float().double()) for x in model.policy.parameters())
 
 
-@pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="Lightning 2.6 introduced it")
+@needs_weight_averaging
 def test_averaging_does_not_round_the_integers_by_which_discrete_actions_are_found():
     data = make_data(**data_options(Combination("multi_discrete", "ragged", memory=False, masked=False)))
     model = make_model(data)

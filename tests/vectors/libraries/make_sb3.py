@@ -16,6 +16,7 @@ from scripted import (
     SPACES,
     Scripted,
     perturb,
+    recorded_permutations,
     save,
     time_major,
     weights,
@@ -23,15 +24,7 @@ from scripted import (
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-permutation, orders = np.random.permutation, []
-
-
-def recorded_permutation(count):
-    orders.append(permutation(count))
-    return orders[-1]
-
-
-np.random.permutation = recorded_permutation
+orders = recorded_permutations()
 
 
 def all_weights(policy):

@@ -9,16 +9,15 @@ import tempfile
 import numpy as np
 import torch
 from scripted import (
-    HIDDEN,
     LEARNING_RATE,
     LENGTH,
     NUM_ENVS,
     NUM_EPOCHS,
     NUM_MINIBATCHES,
-    NUM_OBSERVATIONS,
     OBSERVATION_SPACE,
     SPACES,
     ScriptedVector,
+    mlp,
     perturb,
     save,
     weights,
@@ -27,12 +26,6 @@ from skrl.agents.torch.ppo import PPO, PPO_CFG
 from skrl.memories.torch import RandomMemory
 from skrl.models.torch import CategoricalMixin, DeterministicMixin, GaussianMixin, Model
 from torch import nn
-
-
-def mlp(outputs):
-    first, second = HIDDEN
-    layers = (nn.Linear(NUM_OBSERVATIONS, first), nn.Tanh(), nn.Linear(first, second), nn.Tanh())
-    return nn.Sequential(*layers, nn.Linear(second, outputs))
 
 
 class DiscreteActor(CategoricalMixin, Model):

@@ -3,16 +3,16 @@
 import numpy as np
 import torch
 from scripted import (
-    HIDDEN,
     LEARNING_RATE,
     LENGTH,
     NUM_ENVS,
     NUM_EPOCHS,
     NUM_MINIBATCHES,
-    NUM_OBSERVATIONS,
     ROWS,
     SPACES,
+    mlp,
     perturb,
+    recorded_permutations,
     recorded_script,
     save,
     time_major,
@@ -25,15 +25,7 @@ from tianshou.data import Batch, VectorReplayBuffer
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal
 
-permutation, orders = np.random.permutation, []
-
-
-def recorded_permutation(count):
-    orders.append(permutation(count))
-    return orders[-1]
-
-
-np.random.permutation = recorded_permutation
+orders = recorded_permutations()
 
 
 class Net(nn.Module):
@@ -41,10 +33,8 @@ class Net(nn.Module):
 
     def __init__(self, actions=None, has_std=False):
         super().__init__()
-        (first, second), outputs = HIDDEN, actions or 1
-        layers = (nn.Linear(NUM_OBSERVATIONS, first), nn.Tanh(), nn.Linear(first, second), nn.Tanh())
-        self.net, self.is_actor = nn.Sequential(*layers, nn.Linear(second, outputs)), actions is not None
-        self.log_std = nn.Parameter(torch.zeros(outputs)) if has_std else None
+        self.net, self.is_actor = mlp(actions or 1), actions is not None
+        self.log_std = nn.Parameter(torch.zeros(actions)) if has_std else None
 
     def forward(self, obs, state=None, info=None):
         out = self.net(torch.as_tensor(obs))

@@ -6,15 +6,14 @@ The losses have their defaults, and the gradients are clipped as in TorchRL's ow
 import numpy as np
 import torch
 from scripted import (
-    HIDDEN,
     LEARNING_RATE,
     LENGTH,
     NUM_ENVS,
     NUM_EPOCHS,
     NUM_MINIBATCHES,
-    NUM_OBSERVATIONS,
     ROWS,
     SPACES,
+    mlp,
     perturb,
     recorded_script,
     save,
@@ -37,12 +36,6 @@ class Gaussian(nn.Module):
     def forward(self, observation):
         mean = self.net(observation)
         return mean, self.log_std.exp().expand_as(mean)
-
-
-def mlp(outputs):
-    first, second = HIDDEN
-    layers = (nn.Linear(NUM_OBSERVATIONS, first), nn.Tanh(), nn.Linear(first, second), nn.Tanh())
-    return nn.Sequential(*layers, nn.Linear(second, outputs))
 
 
 for kind, space in SPACES.items():

@@ -9,6 +9,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from torch import nn
 
 NUM_ENVS, LENGTH, NUM_OBSERVATIONS, HIDDEN = 4, 16, 3, (8, 8)
 NUM_EPOCHS, NUM_MINIBATCHES, LEARNING_RATE = 3, 4, 3e-3
@@ -94,6 +95,25 @@ def recorded_script() -> dict[str, np.ndarray]:
     names = ("finals", "rewards", "terminated", "truncated")
     columns = {name: np.stack(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
     return {"observations": np.stack(observations)} | columns
+
+
+def mlp(outputs: int) -> nn.Sequential:
+    """Return the network of an actor or a critic; its layers with weights are `mlp(outputs)[::2]`."""
+    first, second = HIDDEN
+    layers = (nn.Linear(NUM_OBSERVATIONS, first), nn.Tanh(), nn.Linear(first, second), nn.Tanh())
+    return nn.Sequential(*layers, nn.Linear(second, outputs))
+
+
+def recorded_permutations() -> list[np.ndarray]:
+    """Return a list to which `np.random.permutation` adds its results from now on."""
+    permutation, orders = np.random.permutation, []
+
+    def recorded(count):
+        orders.append(permutation(count))
+        return orders[-1]
+
+    np.random.permutation = recorded
+    return orders
 
 
 def perturb(parameters) -> None:
