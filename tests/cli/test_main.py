@@ -864,6 +864,7 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
         (["fit", *SMALL, "--data.nonsense=3"], "data.nonsense=3 is no option$"),
         (["fit", *SMALL, "--max_env=3"], "max_env=3 is no option; did you mean max_env_steps"),
         (["fit", *SMALL, "--data.num_env=3"], "data.num_env=3 is no option; did you mean data.num_envs or"),
+        (["fit", *SMALL, "--model.num_envs=3"], r"model.num_envs=3 is no option; did you mean data.num_envs or"),
         (["fit", *SMALL, "--lr", "1e-3"], "lr='1e-3' is no option; did you mean model.learning_rate or"),
         (["fit", *SMALL, "--gamma=0.9"], r"gamma=0.9 is no option; did you mean model.gamma\?$"),
         (["fit", "--model", "ppo", "--data.env_id=CartPole-v1"], "model='ppo' is no known class; did you mean PPO"),
