@@ -981,7 +981,11 @@ def test_parameters_that_no_optimizer_has_are_named_before_training():
             self.anchor = torch.nn.Linear(2, 1).requires_grad_(False)
 
     data = make_data()
-    with pytest.warns(UserWarning, match=r"will not be trained: head.weight, head.bias\. Make these modules in make_p"):
+    message = (
+        r"will not be trained: head.weight, head.bias\. Make these modules in make_policy, .* return their optimizer "
+        r"from configure_optimizers \(another one is not in checkpoints\)"
+    )
+    with pytest.warns(UserWarning, match=message):
         make_trainer().fit(WithHead(data.observation_space, data.action_space), data)
 
 

@@ -319,7 +319,8 @@ def warn_of_untrained_parameters(model: nn.Module, optimizers: Sequence[Any]) ->
     if names:
         rank_zero_warn(
             f"in no optimizer, so they will not be trained: {', '.join(names)}. Make these modules in make_policy, "
-            "whose parameters are trained, or freeze them by requires_grad_(False)"
+            "whose parameters are trained, return their optimizer from configure_optimizers (another one is not in "
+            "checkpoints), or freeze them by requires_grad_(False)"
         )
 
 
