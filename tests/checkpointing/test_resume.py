@@ -20,6 +20,7 @@ from lightning_rl import (
     PPO,
     RND,
     VMPO,
+    Batch,
     CriticPretraining,
     EnvStepLimit,
     OffPolicyPPG,
@@ -54,10 +55,36 @@ HYBRID = space_to_dict(
     )
 )
 
+
+class WithDiscriminator(PPO):
+    """A network outside of the policy, with an optimizer, steps and a loss of its own, as docs/custom.md describes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.discriminator = torch.nn.Linear(4, 1)
+
+    def configure_optimizers(self) -> Any:
+        return [super().configure_optimizers(), torch.optim.Adam(self.discriminator.parameters(), lr=1e-2)]
+
+    def update(self, rollout: Any) -> None:
+        rows = rollout.observations[1:].flatten(0, 1)
+        drawn = torch.randint(len(rows), (16,), generator=self.generator)
+        self.descend(self.discriminator_loss, Batch({"agent": rows[drawn]}))
+        with torch.no_grad():
+            rollout.rewards = self.discriminator(rollout.observations[1:]).squeeze(-1)
+        super().update(rollout)
+
+    def discriminator_loss(self, batch: Batch) -> Any:
+        loss = self.new_loss(batch)
+        loss.add("discriminator_loss", torch.nn.functional.softplus(self.discriminator(batch.agent)).squeeze(-1))
+        return loss
+
+
 RELAY_OF_THREE = {"state": "joint", "seeded": True, "lives": (2, 9, 5), "sizes": (3, 2, 4), "choices": (5, 3, 4)}
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "discrete": ({"env_id": "CartPole-v1"}, {"optimizer": {"anneal": True}}),
     "continuous": ({"env_id": "Pendulum-v1"}, {"normalization": {"observations": True, "rewards": True}}),
+    "discriminator": ({"env_id": "CartPole-v1"}, {"algorithm": WithDiscriminator}),
     "scheduler": (
         {"env_id": "Acrobot-v1", "env": {"max_episode_steps": 50}},
         {
@@ -459,12 +486,17 @@ def test_resuming_in_a_new_process_is_exact(tmp_path: Path) -> None:
     assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "second/after_8.ckpt")) == []
 
 
-def test_two_ranks_resume_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("continuous", "ddp"), ("discriminator", "ddp_find_unused_parameters_true")]
+)
+def test_two_ranks_resume_exactly(name: str, strategy: str, tmp_path: Path) -> None:
+    """With a network of its own loss, the ranks also stay equal: a resumed run starts from those of the first."""
+
     def run(folder: str, rollouts: int, ckpt_path: str | None = None) -> None:
-        ranks = "devices=2, strategy='ddp'"
+        ranks = f"devices=2, strategy={strategy!r}"
         code = (
             "from pathlib import Path; from tests.checkpointing.test_resume import fit\n"
-            f"fit('continuous', Path({str(tmp_path / folder)!r}), {rollouts}, {ckpt_path!r}, {ranks})\n"
+            f"fit({name!r}, Path({str(tmp_path / folder)!r}), {rollouts}, {ckpt_path!r}, {ranks})\n"
         )
         programs.run_ranks("-c", code)
 
