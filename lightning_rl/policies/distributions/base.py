@@ -25,7 +25,7 @@ class Distribution(ABC):
 
     @abstractmethod
     def sample(self, generator: torch.Generator | None = None) -> Nested:
-        """Draw one action for every row, without gradient."""
+        """Draw one action for every row with random numbers of `generator`, without gradient."""
 
     @abstractmethod
     def mode(self) -> Nested:
