@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
+import warnings
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -93,6 +94,10 @@ def save_file(content: dict[str, Any], path: str | Path) -> None:
     """Write tensors and plain values by `torch.save`, whole or not at all; a `WriteFailure` names the file."""
     # In memory first: the errors of torch.save hide why a file cannot be written.
     torch.save(content, buffer := io.BytesIO())
+    buffer.seek(0)
+    if found := torch.serialization.get_unsafe_globals_in_checkpoint(buffer):
+        problem = f"{str(path)!r} contains {', '.join(sorted(found))}, so resuming cannot load it as data"
+        warnings.warn(f"{problem}: expected tensors, numbers, strings, lists and dicts", stacklevel=2)
     write_file(path, buffer.getbuffer())
 
 

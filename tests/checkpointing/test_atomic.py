@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
+from pickle import UnpicklingError
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -39,6 +42,15 @@ def test_checkpoint_replaces_earlier_file_without_leftovers(path):
     AtomicCheckpointIO().save_checkpoint(AFTER, path)
     assert torch.equal(stored(path), AFTER["weights"])
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_values_that_resuming_could_not_load_are_named_when_they_are_saved(path):
+    """Such as the state of a callback, or of an algorithm that overrides `on_save_checkpoint`."""
+    content = {"state": {"best": np.float64(1), "last": deque([1])}, "weights": torch.zeros(3)}
+    with pytest.warns(UserWarning, match=r"last\.ckpt' contains collections\.deque, numpy.* cannot load it as data"):
+        AtomicCheckpointIO().save_checkpoint(content, path)
+    with pytest.raises(UnpicklingError):
+        AtomicCheckpointIO().load_checkpoint(path)
 
 
 def test_saving_to_a_symlink_replaces_the_link_not_its_target(path):
