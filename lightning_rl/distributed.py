@@ -81,14 +81,19 @@ def gather_on_rank_zero(state: Any) -> list[Any]:  # any picklable object
     if not _has_process_group():
         states = gather_ranks(state)
         return states if is_first else []
-    received: list[Any] | None = [None] * world_size() if is_first else None
     group: Any = torch.distributed.group.WORLD
     if torch.distributed.get_backend() != "gloo":
         if group not in _GLOO_GROUPS:
             _GLOO_GROUPS[group] = torch.distributed.new_group(backend="gloo")
         group = _GLOO_GROUPS[group]
-    torch.distributed.gather_object(state, received, dst=0, group=group)
-    return received or []
+    if not is_first:
+        torch.distributed.send_object_list([state], dst=0, group=group)
+        return []
+    states = [state]
+    for rank in range(1, world_size()):  # one by one: `gather_object` needs memory for several copies of all states
+        torch.distributed.recv_object_list(received := [None], src=rank, group=group)
+        states += received
+    return states
 
 
 def all_reduce(x: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:

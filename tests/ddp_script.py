@@ -186,11 +186,13 @@ def overflow_float16(rank: int, folder: Path) -> dict[str, Any]:
 
 def gather(rank: int) -> dict[str, Any]:
     """What the first rank writes of both, told by the group of all ranks and, as beside NCCL, by another."""
-    told = [gather_on_rank_zero({"rank": rank})]
+    state = {"rank": rank}
+    told = [gather_on_rank_zero(state)]
+    is_copied = any(one is not state for one in told[0][:1])
     make = mock.Mock(wraps=torch.distributed.new_group)
     with mock.patch.multiple(torch.distributed, get_backend=lambda: "nccl", new_group=make):
         told += [gather_on_rank_zero({"rank": rank}) for _ in range(2)]
-    return {"told": told, "groups": make.call_count}
+    return {"told": told, "groups": make.call_count, "is_copied": is_copied}
 
 
 def main(folder: Path) -> None:
