@@ -21,6 +21,7 @@ from gymnasium.vector.utils import batch_space
 class Brax(VectorEnv[Any, Any, Any]):
     """Environments of Brax. MuJoCo Playground has the same interface: `registry.load(name)` in place of the first line.
 
+    Observations that are a `dict`, as of Playground's robots, need a `Dict` space in place of the `Box`.
     Observations, rewards and flags are arrays of JAX. An ended episode stays as it is until `reset` with a mask.
     """
 
@@ -41,7 +42,7 @@ class Brax(VectorEnv[Any, Any, Any]):
         begun, mask = self._begin(key), (options or {}).get("reset_mask")
         if mask is not None:  # the other environments continue their episodes
             now = self.state, self.steps
-            begun = jax.tree.map(lambda x, y: jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, y), begun, now)
+            begun = jax.tree.map(lambda x, y: _where(mask, x, y), begun, now)
         self.state, self.steps = begun
         return self.state.obs, {}
 
@@ -56,6 +57,11 @@ class Brax(VectorEnv[Any, Any, Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         structure = jax.tree.structure((self.key, self.state, self.steps))
         self.key, self.state, self.steps = jax.tree.unflatten(structure, state["leaves"])
+
+
+def _where(mask: Any, x: Any, y: Any) -> Any:  # arrays
+    """Return `x` in the rows of the mask, else `y`; parts of MuJoCo Playground's state have no rows."""
+    return y if len(x) != len(mask) else jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, y)
 
 
 def make_tensors(num_envs: int = 1, **kwargs: Any) -> VectorEnv[Any, Any, Any]:
