@@ -61,7 +61,7 @@ class Brax(VectorEnv[Any, Any, Any]):
 
 def _where(mask: Any, x: Any, y: Any) -> Any:  # arrays
     """Return `x` in the rows of the mask, else `y`; parts of MuJoCo Playground's state have no rows."""
-    return y if len(x) != len(mask) else jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+    return y if x.shape[:1] != mask.shape else jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, y)
 
 
 def make_tensors(num_envs: int = 1, **kwargs: Any) -> VectorEnv[Any, Any, Any]:
