@@ -66,14 +66,9 @@ def in_notebook() -> bool:
 class _EnvStepBar(ProgressBar):
     """Shows the returns of a run until it logs new ones."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # as in Lightning
-        super().__init__(*args, **kwargs)
-        self._shown: dict[str, Any] = {}
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        if stage == "fit":  # an earlier run may have trained another model
-            self._shown = {}
+        self._shown: dict[str, Any] = {}  # an earlier run may have trained another model
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         returns, others = trainer.callback_metrics, super().get_metrics(trainer, pl_module)
