@@ -58,7 +58,6 @@ def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
 
 def run_state(module: Any) -> dict[str, Any]:  # an algorithm
     """Return the state of a run as tensors and plain values; `ranks` is filled on rank 0 only. A collective call."""
-    clock = module.clock
     precision = None
     with suppress(RuntimeError):  # no Trainer
         precision = str(module.trainer.precision)
@@ -75,12 +74,7 @@ def run_state(module: Any) -> dict[str, Any]:  # an algorithm
         "algorithm": type(module).__name__,
         "options": dict(module.options),
         "precision": precision,
-        "planned_env_steps": clock.planned_env_steps,
-        "env_steps": clock.env_steps,
-        "env_steps_before_epochs": clock.env_steps_before_epochs,
-        "epoch_size": clock.epoch_size,
-        "frames": clock.frames,
-        "policy_version": clock.policy_version,
+        **vars(module.clock),
         "skipped_updates": module.skipped_updates,
         "ranks": gather_on_rank_zero(of_this_rank),
     }
