@@ -136,7 +136,8 @@ class Vectors:
     """Parameters, gradients and state of a parameter group as one vector each.
 
     Attributes:
-        values: Vector of the parameters; `values.grad` is the vector of the gradients.
+        values: Vector of the parameters.
+        gradient: Vector of the gradients, which is also `values.grad`.
         exp_avg: Vector of the first moments.
         exp_avg_sq: Vector of the second moments.
         paddings: Number of zeros after each parameter in the vectors.
@@ -155,7 +156,8 @@ class Vectors:
         self.values, values = self._side_by_side([parameter.detach() for parameter in self.parameters])
         self.exp_avg, self._moments = self._side_by_side([state.get("exp_avg") for state in states])
         self.exp_avg_sq, squares = self._side_by_side([state.get("exp_avg_sq") for state in states])
-        self.values.grad, self._gradients = self._side_by_side([parameter.grad for parameter in self.parameters])
+        self.gradient, self._gradients = self._side_by_side([parameter.grad for parameter in self.parameters])
+        self.values.grad = self.gradient
         steps = float(states[0].get("step", 0))
         # Adam's kernels for GPUs read float32, whatever the default dtype is.
         self.steps = torch.full((len(states),), steps, dtype=torch.float32, device=first.device)
@@ -174,9 +176,8 @@ class Vectors:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return parameters, gradients, first and second moments, numbers of steps, and the learning rate."""
-        assert self.values.grad is not None
         self.update_rate()
-        return self.values, self.values.grad, self.exp_avg, self.exp_avg_sq, self.steps, self._rate_tensor
+        return self.values, self.gradient, self.exp_avg, self.exp_avg_sq, self.steps, self._rate_tensor
 
     def update_rate(self) -> None:
         """Copy the learning rate of the group into the tensor that `tensors` returns."""
@@ -196,9 +197,8 @@ class Vectors:
             if not is_here or parameter.grad is None:
                 return False
         if not self.have_gradients():
-            assert self.values.grad is not None
             # Clipping non-finite gradients also writes NaN into the padding.
-            self.values.grad.zero_()
+            self.gradient.zero_()
             for parameter, view in zip(self.parameters, self._gradients, strict=True):
                 parameter.grad = view.copy_(cast(Tensor, parameter.grad))
         return True
@@ -209,12 +209,11 @@ class Vectors:
 
     def take_step(self, optimizer: Optimizer) -> None:
         """Take a step with the kernel of fused Adam."""
-        assert self.values.grad is not None
         group, found_inf = self.group, getattr(optimizer, "found_inf", None)
         self.steps += 1
         # Private to PyTorch (2.8 and 2.13 tested): `Adam.step` takes longer than its kernel.
         torch._fused_adam_(
-            *([self.values], [self.values.grad], [self.exp_avg], [self.exp_avg_sq], [], [self.steps[0]]),
+            *([self.values], [self.gradient], [self.exp_avg], [self.exp_avg_sq], [], [self.steps[0]]),
             lr=group["lr"],
             beta1=float(group["betas"][0]),
             beta2=float(group["betas"][1]),
