@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import re
@@ -242,10 +243,9 @@ def play_episodes(
         return algorithm.policy.act(observations, *args, **kwargs)
 
     policy.act = act
-    evaluator = Evaluator(data.eval_spec)
     deterministic = data.evaluation.deterministic
     parameter = next(policy.parameters())
-    try:
+    with contextlib.closing(Evaluator(data.eval_spec)) as evaluator:
         played = evaluator.run_episodes(
             policy,
             range(episodes),
@@ -256,8 +256,6 @@ def play_episodes(
             dtype=parameter.dtype,
             deterministic=deterministic,
         )
-    finally:
-        evaluator.close()
     returns = [episode.episode_return for episode in played]
     return Score(fmean(returns), pstdev(returns), len(returns), deterministic), first_observations
 
