@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -159,11 +160,7 @@ def _describe_row(x: Tensor) -> dict[str, Any]:
 
 def _finite(x: Any) -> Any:  # the description of a space
     """Replace infinite numbers by the strings `inf` and `-inf`, since JSON has none."""
-    if isinstance(x, dict):
-        return {key: _finite(part) for key, part in x.items()}
-    if isinstance(x, list):
-        return [_finite(part) for part in x]
-    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+    return apply_to_collection(x, float, lambda number: number if math.isfinite(number) else str(number))
 
 
 def save_onnx(
