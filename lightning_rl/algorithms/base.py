@@ -315,7 +315,7 @@ class OnPolicyAlgorithm(LightningModule):
         if "schedules" not in vars(self):
             message = f"scheduled({name!r}, ...) needs the base class: call super().__init__(...) before it"
             raise ConfigurationError(message)
-        return self.schedules.add(name, value, owner, option, **bounds)
+        return self.schedules.add(name, value, self if owner is None else owner, option, **bounds)
 
     def policy_options(self) -> dict[str, Any]:
         """Return the keywords of `ActorCritic` after its spaces: the options of the policy and of normalization."""
@@ -377,7 +377,7 @@ class OnPolicyAlgorithm(LightningModule):
     def _begin_update(self, lag: int, rollout: Rollout) -> dict[str, float]:
         """Set scheduled options, and return the learning rates and scheduled options to log."""
         self.updating = True
-        scheduled = self.schedules.apply(self, self.clock, [x.optimizer for x in self.steps.all_optimizers])
+        scheduled = self.schedules.apply(self.clock, [x.optimizer for x in self.steps.all_optimizers])
         rates = {name: x.param_groups[0]["lr"] for name, x in zip(RATES, self.steps.optimizers, strict=False)}
         self.steps.begin()
         self.steps.observe(**action_saturation(self.policy, rollout))
@@ -430,7 +430,7 @@ class OnPolicyAlgorithm(LightningModule):
         several = [rollouts] if isinstance(rollouts, Rollout | Batch) else rollouts
         check(len(several) > 0, "compute_loss: rollouts", rollouts, "at least one rollout")
         check(is_one_of(reduction, get_args(Reduction)), "compute_loss: reduction", reduction, "mean or sum")
-        self.schedules.apply(self, self.clock, ())
+        self.schedules.apply(self.clock, ())
         terms: dict[str, list[float]] = {}
         for rollout in several:
             with self.normalizers.isolated(), self.steps.isolated():

@@ -61,7 +61,7 @@ class FailedUpdate:
         clock = self.module.clock
         clock.env_steps, clock.policy_version = self.env_steps, content["policy_version"]
         clock.planned_env_steps = content["planned_env_steps"]  # for schedules over the whole run
-        self.module.schedules.apply(self.module, clock, optimizers)
+        self.module.schedules.apply(clock, optimizers)
         self.module.steps.part = content["part"]
 
     @classmethod

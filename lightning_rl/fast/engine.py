@@ -328,8 +328,7 @@ class CompiledEngine(FastEngine):
     def _tensors_as_scheduled_options(self) -> Iterator[None]:
         """Replace scheduled options by scalar tensors, so that they are not constants of the graph."""
         # Zero and infinity stay numbers, because losses skip terms with such coefficients.
-        options = list(self._model.schedules.attributes(self._model))
-        found = [(owner, name, getattr(owner, name)) for owner, name in options]
+        found = [(owner, name, getattr(owner, name)) for owner, name in self._model.schedules.attributes()]
         for owner, name, value in found:
             if isinstance(value, int | float) and value != 0 and math.isfinite(value):
                 vars(owner)[name] = self._scalar((id(owner), name), value)

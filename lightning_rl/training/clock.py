@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +133,7 @@ RATES = ("learning_rate", "critic_learning_rate")
 class _Entry(NamedTuple):
     schedule: Schedule
     option: str
-    owner: object | None
+    owner: object
 
 
 class ScheduledOptions:
@@ -143,9 +143,9 @@ class ScheduledOptions:
         self._entries: dict[str, _Entry] = {}
 
     def add(
-        self, name: str, value: Scheduled, owner: object = None, option: str | None = None, **bounds: float | None
+        self, name: str, value: Scheduled, owner: object, option: str | None = None, **bounds: float | None
     ) -> float:
-        """Add the attribute `name` of `owner` (None: the algorithm); return its initial value (`parse_schedule`)."""
+        """Add the attribute `name` of `owner`, and return its initial value (`parse_schedule`)."""
         option = option or name
         schedule = parse_schedule(option, value, **bounds)
         if schedule.varies:
@@ -156,24 +156,20 @@ class ScheduledOptions:
         """Return the first value of an attribute, or `otherwise` if it has no schedule."""
         return self._entries[name].schedule.at(0, None) if name in self._entries else otherwise
 
-    def apply(self, module: LightningModule, clock: RunClock, optimizers: Sequence[Optimizer]) -> dict[str, float]:
+    def apply(self, clock: RunClock, optimizers: Sequence[Optimizer]) -> dict[str, float]:
         """Set all scheduled attributes and learning rates for the current environment step, and return the values."""
-        values = {
-            name: entry.schedule.at(clock.env_steps, clock.planned_env_steps) for name, entry in self._entries.items()
-        }
-        for name, value in values.items():
-            owner = self._entries[name].owner
-            setattr(module if owner is None else owner, name, value)
+        values = {}
+        for name, (schedule, _, owner) in self._entries.items():
+            values[name] = schedule.at(clock.env_steps, clock.planned_env_steps)
+            setattr(owner, name, values[name])
         for name, optimizer in zip(RATES, optimizers, strict=False):
             if name in values:
                 set_learning_rate(optimizer, values[name])
         return values
 
-    def attributes(self, module: LightningModule) -> Iterator[tuple[object, str]]:
-        """Yield owner and name of each scheduled attribute, except learning rates."""
-        for name, entry in self._entries.items():
-            if name not in RATES:
-                yield module if entry.owner is None else entry.owner, name
+    def attributes(self) -> list[tuple[object, str]]:
+        """Return owner and name of each scheduled attribute, except learning rates."""
+        return [(entry.owner, name) for name, entry in self._entries.items() if name not in RATES]
 
     def check_end(self, module: Any, has_end: bool, expected: str) -> None:  # an algorithm
         """Check that the run has an end, if a schedule ends with the run."""
