@@ -26,9 +26,9 @@ class Loss:
         batch: The minibatch.
         value_normalizer: Defines the units of the value head. None: units of the rewards.
         part: Keep only the terms of this half of the network. None: both.
-        scale: Factor of all terms in the sum. Recorded terms do not include it.
 
     Attributes:
+        scale: Factor of all terms added from now on. Recorded terms do not include it.
         terms: Weighted terms of the sum.
         metrics: Recorded terms by name, without gradient; must be finite.
         observed: Further recorded numbers; may be NaN or infinite.
@@ -38,16 +38,12 @@ class Loss:
     """
 
     def __init__(
-        self,
-        batch: Batch,
-        value_normalizer: ValueNormalizer | None = None,
-        part: ActorOrCritic | None = None,
-        scale: float = 1.0,
+        self, batch: Batch, value_normalizer: ValueNormalizer | None = None, part: ActorOrCritic | None = None
     ) -> None:
         self.batch = batch
         self.value_normalizer = value_normalizer
         self.part = part
-        self.scale = scale
+        self.scale = 1.0
         self.terms: list[Tensor] = []
         self.metrics: dict[str, Tensor] = {}
         self.observed: dict[str, Tensor] = {}
