@@ -131,15 +131,13 @@ class RolloutMetrics(LogWindow):
             scalars |= _of_info(key, x.ravel(), x[rollout.dones.cpu()])
         scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
         scalars |= {f"time/{part}_seconds": [spent] for part, spent in rollout.parts_of_seconds.items()}
-        # The version includes the update from this rollout.
-        lag = (
-            {} if rollout.actor is None else {"train/policy_lag_max": clock.policy_version - 1 - rollout.policy_version}
-        )
+        number = clock.policy_version - 1  # the version includes the update from this rollout
+        lag = {} if rollout.actor is None else {"train/policy_lag_max": number - rollout.policy_version}
         self.add(rollout.episodes, scalars, _counts_of(rollout), lag)
         over = clock.planned_env_steps is not None and clock.env_steps >= clock.planned_env_steps
         if log_is_due(model.trainer) or (over and interval):
             self._log(model)
-        self.warn_of_saturation(means.get("action_saturation", 0.0), clock.policy_version - 1, model.action_space)
+        self.warn_of_saturation(means.get("action_saturation", 0.0), number, model.action_space)
 
     def warn_of_saturation(self, share: float, number: int, space: spaces.Space[Any]) -> None:
         """Warn once if the environment clips more than a tenth of the actions, except in the first rollouts."""
