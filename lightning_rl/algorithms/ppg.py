@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -285,13 +286,12 @@ class PPG(PPO):
             yield part.addresses, Batch(fields, part.weight, sequences)
 
     def _on_device(self, sequences: Sequences) -> Sequences:
-        burn_in = observations = None
-        if sequences.burn_in is not None:
-            burn_in = self._on_device(sequences.burn_in)
-            found = self.kept.gather(sequences.burn_in_observations)["observations"]
-            observations = move_data_to_device(found, self.device)
-        memory = move_data_to_device(sequences.memory, self.device)
-        return Sequences(sequences.lengths, sequences.starts, memory, burn_in, observations)
+        moved = replace(sequences, memory=move_data_to_device(sequences.memory, self.device))
+        if moved.burn_in is not None:
+            moved.burn_in = self._on_device(moved.burn_in)
+            found = self.kept.gather(moved.burn_in_observations)["observations"]
+            moved.burn_in_observations = move_data_to_device(found, self.device)
+        return moved
 
     @torch.no_grad()
     def store_distributions(self) -> None:
