@@ -30,7 +30,7 @@ from lightning_rl.training.checks import check_memory
 from lightning_rl.training.config import AdvantageConfig, OptimizerConfig
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.optimizers import optimizers_and_schedulers
-from lightning_rl.training.parameter_groups import ActorOrCritic
+from lightning_rl.training.parameter_groups import ActorOrCritic, parameters_of_policy
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import NonNegativeFloat, PositiveFloat, PositiveInt, check
 
@@ -231,10 +231,8 @@ class PPG(PPO):
         """Return the parameters that a gradient step does not change: in the policy phase also the auxiliary head."""
         if self.steps.record.prefix:  # in the auxiliary phase
             return []
-        if self.steps.is_warming_up:
-            return super().frozen_parameters(part)
         if self.policy.detached and part == "critic":  # the value loss trains only its head
-            return [p for name, p in self.policy.named_parameters() if not name.startswith("value_head")]
+            return parameters_of_policy(self.policy)
         frozen = [*super().frozen_parameters(part), *self.policy.auxiliary_head.parameters()]
         return list(dict.fromkeys(frozen))
 
