@@ -168,12 +168,11 @@ class OnPolicyCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Refuse settings that cannot be trained or do not fit the checkpoint, before anything is written."""
         model = self.config[self.config.subcommand].model
-        if "class_path" in model:
-            algorithm = import_class("model", model.class_path, OnPolicyAlgorithm)
-            if dropped := unknown_settings("model", parameters_of(algorithm)):
-                say(f"WARNING: dropped {', '.join(dropped)}, which {algorithm.__name__} does not have.")
-            for group in default_groups(algorithm):
-                check(model.init_args.get(group, {}) is not None, f"model.{group}", None, "a dict of its options")
+        algorithm = import_class("model", model.class_path, OnPolicyAlgorithm)
+        if dropped := unknown_settings("model", parameters_of(algorithm)):
+            say(f"WARNING: dropped {', '.join(dropped)}, which {algorithm.__name__} does not have.")
+        for group in default_groups(algorithm):
+            check(model.init_args.get(group, {}) is not None, f"model.{group}", None, "a dict of its options")
         super().instantiate_classes()
         self._set_num_threads()
         if isinstance(handler := signal.getsignal(signal.SIGTERM), EarlyTermination):
