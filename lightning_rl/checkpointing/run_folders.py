@@ -140,8 +140,7 @@ def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool
         nested: Search all folders below `root` for runs.
     """
     paths = root.glob(f"{'**/' if nested else ''}version_*/{CHECKPOINTS}/*.ckpt")
-    newest = {path.parent: _time(path) for path in sorted(paths, key=_time)}
-    runs = sorted(newest, key=newest.__getitem__, reverse=True)
+    runs = list(dict.fromkeys(path.parent for path in sorted(paths, key=_time, reverse=True)))
     if name == "best":
         return _best(runs[0], resumable) if runs else None
     return next((path for run in runs if (path := _furthest_intact(run, resumable)) is not None), None)
