@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -171,7 +171,7 @@ class EnvStepValidation(Callback):
         self._last = env_steps_of(pl_module) // self.every_n_env_steps
         for callback in trainer.early_stopping_callbacks:
             # Private to Lightning 2.6; its `setup`, which sets it, may come before the `setup` of this callback.
-            if isinstance(callback, EarlyStopping) and callback.monitor.startswith("val/"):
+            if callback.monitor.startswith("val/"):
                 callback._check_on_train_epoch_end = False
 
     def on_train_batch_end(

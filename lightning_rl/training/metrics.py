@@ -163,7 +163,7 @@ class RolloutMetrics(LogWindow):
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         missing = {*collected(trainer)} - trainer.callback_metrics.keys()
         missing &= {getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks}
-        for name in missing - {getattr(callback, "monitor", None) for callback in trainer.early_stopping_callbacks}:
+        for name in missing - {callback.monitor for callback in trainer.early_stopping_callbacks}:
             trainer.callback_metrics[name] = torch.tensor(torch.nan)
 
     def log_rest(self, model: Any) -> None:
