@@ -21,9 +21,8 @@ SCHEDULER = "optimizer.scheduler"
 
 def adam(device: torch.device) -> ClassSpec:
     """Return Adam with epsilon 1e-5, fused or capturable so that the device can skip a step."""
-    if device.type in ("cpu", "cuda", "mps", "xpu"):
-        return {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "fused": True}}
-    return {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "capturable": True}}
+    how = "fused" if device.type in ("cpu", "cuda", "mps", "xpu") else "capturable"
+    return {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, how: True}}
 
 
 def has_own_critic_optimizer(options: Mapping[str, Any]) -> bool:
