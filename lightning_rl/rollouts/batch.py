@@ -28,7 +28,7 @@ class Batch:
         weights: Weight of each single row, `[N]`, if this field exists: `mean(x)` is `weight · Σ weights · x`.
         counts_all_rows: Whether means divide by the number of rows even if there are `weights`.
         is_normalized: Whether `advantages` are normalized already.
-        source: The rollout, and which of its steps are the rows, `[T, B]`; None if unknown.
+        source: The rollout and which of its steps are the rows, `[T, B]`, to recompute advantages; None if unknown.
     """
 
     observations: Nested
@@ -146,7 +146,7 @@ class Batch:
         """Return a batch with fields replaced or added; new advantages count as not normalized."""
         made = self._with({**self.fields, **fields}, self._given_weight, self.sequences)
         made.is_normalized = self.is_normalized and "advantages" not in fields
-        made.source = self.source
+        made.source = None if {"values", "advantages", "returns"} & fields.keys() else self.source
         return made
 
     def _with(

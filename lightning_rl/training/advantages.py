@@ -19,6 +19,7 @@ from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import OnTruncation, Rollout
 from lightning_rl.training.config import NormalizeAdvantages
 from lightning_rl.training.normalizers import Normalizers
+from lightning_rl.validation import check
 
 
 @dataclass(eq=False)
@@ -54,12 +55,15 @@ class AdvantageEstimator:
 
     def renewed(self, batch: Batch) -> Batch:
         """Return a batch of `batch` with values, advantages and returns of the current critic."""
-        assert batch.source is not None
-        rollout, rows = batch.source
+        expected = "False, since the algorithm selects rows, or changes values, advantages or returns"
+        check(batch.source is not None, "advantages.recompute_advantages", True, expected)
+        rollout, rows = source = batch.source  # type: ignore[misc]
         rollout = with_recomputed_values(self.policy, rollout)
         advantages, returns = self.advantages_and_returns(rollout)
         new = rollout.flatten(rows, advantages=advantages, returns=returns)
-        return batch.replace(values=new.values, advantages=new.advantages, returns=new.returns)
+        made = batch.replace(values=new.values, advantages=new.advantages, returns=new.returns)
+        made.source = source
+        return made
 
     def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Return advantages and value targets, `[T, B]`. Override this method for another estimator."""

@@ -283,6 +283,23 @@ def test_recomputed_advantages_are_normalized_again():
     torch.testing.assert_close(renewed.advantages, batch.advantages, **EXACT)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda batch: batch.ordered(torch.arange(8)), lambda batch: batch.replace(advantages=-batch.advantages)]
+)
+def test_advantages_of_own_rows_or_of_an_algorithm_itself_are_not_recomputed(change):
+    """Recomputed ones would silently replace those of the algorithm from the second pass on."""
+    for recompute in (False, True):
+        model = make(advantages={"recompute_advantages": recompute})
+        batch = change(model.batch(random_rollout(model.policy)))
+        minibatches = model.minibatches(batch, 2, 1)
+        first = next(minibatches)
+        if not recompute:
+            torch.testing.assert_close(next(minibatches).advantages.sum(), first.advantages.sum(), **EXACT)
+            continue
+        with pytest.raises(ConfigurationError, match=r"^advantages.recompute_advantages=True .* selects rows, or"):
+            next(minibatches)
+
+
 def test_skipped_update_does_not_change_the_normalizers(tmp_path):
     model = make(normalization=NORMALIZED | {"update": "before"}, debug={"max_skipped_updates": 1})
     good, bad = random_rollout(model.policy, seed=1), random_rollout(model.policy, seed=2)
