@@ -27,7 +27,7 @@ class Batch:
             ranks, which DDP computes, is the mean over the rows of all ranks.
         weights: Weight of each single row, `[N]`, if this field exists: `mean(x)` is `weight · Σ weights · x`.
         counts_all_rows: Whether means divide by the number of rows even if there are `weights`.
-        is_normalized: Whether `advantages` are normalized already.
+        is_normalized: Whether `advantages` are normalized already, or there are none.
         source: The rollout and which of its steps are the rows, `[T, B]`, to recompute advantages; None if unknown.
     """
 
@@ -51,7 +51,7 @@ class Batch:
         self.sequences = sequences
         self._given_weight = weight
         self._own_weight: float | None = None
-        self.counts_all_rows, self.is_normalized = counts_all_rows, is_normalized
+        self.counts_all_rows, self.is_normalized = counts_all_rows, is_normalized or "advantages" not in fields
         self.source: tuple[Any, Tensor | None] | None = None  # of a `Rollout`, whose module imports this one
 
     @property

@@ -54,7 +54,9 @@ class AdvantageEstimator:
         return batch
 
     def renewed(self, batch: Batch) -> Batch:
-        """Return a batch of `batch` with values, advantages and returns of the current critic."""
+        """Return a batch with values, advantages and returns of the current critic, if it has advantages."""
+        if "advantages" not in batch.fields:
+            return batch
         expected = "False, since the algorithm selects rows, or changes values, advantages or returns"
         check(batch.source is not None, "advantages.recompute_advantages", True, expected)
         rollout, rows = source = batch.source  # type: ignore[misc]

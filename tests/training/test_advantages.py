@@ -300,6 +300,15 @@ def test_advantages_of_own_rows_or_of_an_algorithm_itself_are_not_recomputed(cha
             next(minibatches)
 
 
+@pytest.mark.parametrize("normalize", ["none", "minibatch", "rollout"])
+def test_own_rows_without_advantages_have_minibatches(normalize):
+    model = make(advantages={"normalize": normalize, "recompute_advantages": True})
+    parts = list(model.minibatches(Batch({"expert": torch.arange(8.0)}), 2, 4))
+    assert len(parts) == 8 and sum(float(part.expert.sum()) for part in parts) == 2 * 28
+    given = parts[0].replace(advantages=torch.tensor([1.0, 3.0]))
+    assert model.estimator.standardized(given).sum() == 0
+
+
 def test_skipped_update_does_not_change_the_normalizers(tmp_path):
     model = make(normalization=NORMALIZED | {"update": "before"}, debug={"max_skipped_updates": 1})
     good, bad = random_rollout(model.policy, seed=1), random_rollout(model.policy, seed=2)
