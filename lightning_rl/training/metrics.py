@@ -323,8 +323,8 @@ def action_saturation(policy: Any, rollout: Rollout) -> dict[str, Tensor]:
 
 
 def log_histograms(model: Any, batch: Batch, name: str) -> None:
-    """Log `debug.histograms` after a pass over a batch, in the group `name`; advantages are shown standardized."""
-    if not (model.options["debug.histograms"] and log_is_due(model.trainer)):
+    """Log `debug.histograms` after a pass over advantages, shown standardized, in the group `name`."""
+    if not (model.options["debug.histograms"] and "advantages" in batch.fields and log_is_due(model.trainer)):
         return
     shown = dict(_histograms(model, batch, model.estimator.standardized(batch)))
     for logger in histogram_loggers(model.trainer.loggers):

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rl import PPO, fast
+from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Episode, EpisodeSummary
 from lightning_rl.training.metrics import LogWindow, RolloutMetrics
 from lightning_rl.validation import ConfigurationError
@@ -179,6 +180,21 @@ def test_gradient_norms_are_means_over_minibatches_of_each_optimizer():
     for name in norms[0]:
         mean = sum(x[name] for x in norms) / len(norms)
         assert recorder.rows[0][f"grad_norm/{name}"] == pytest.approx(mean, rel=1e-9)
+
+
+def test_histograms_are_not_of_own_rows_without_advantages(tmp_path):
+    class TwoPasses(PPO):
+        def update(self, rollout):
+            assert len(list(self.minibatches(Batch({"rewards": rollout.rewards.flatten()}), 2, 4))) == 8
+            super().update(rollout)
+
+    model = TwoPasses(VECTOR, spaces.Discrete(3), policy={"hidden_sizes": (4,)}, debug={"histograms": True})
+    logger: Any = TensorBoardLogger(tmp_path)
+    rollouts = FixedRollouts([random_rollout(model.policy)], model)
+    make_trainer(logger=logger, log_every_n_steps=1).fit(model, rollouts)
+    logger.experiment.flush()
+    found = EventAccumulator(logger.log_dir, {"histograms": 0}).Reload()
+    assert len(found.Histograms("first_epoch/advantages")) == 1
 
 
 def test_histograms_need_a_tensorboard_logger(tmp_path):
