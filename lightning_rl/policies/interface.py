@@ -70,15 +70,12 @@ class Policy(Protocol):
         self, observations: Nested, generator: torch.Generator | None = None, deterministic: bool = False
     ) -> PolicyOutput:
         """Choose an action for every row of `observations`, shape `[B, ...]`."""
-        ...
 
     def log_prob(self, observations: Nested, actions: Nested) -> Tensor:
         """Return log-probabilities `[...]` of actions taken at observations `[..., *shape]`."""
-        ...
 
     def value(self, observations: Nested) -> Tensor:
         """Return value estimates `[...]` of observations `[..., *shape]`."""
-        ...
 
 
 class RecurrentPolicy(Protocol):
@@ -88,7 +85,6 @@ class RecurrentPolicy(Protocol):
 
     def initial_memory(self, batch_size: int, critic: bool = True) -> Nested:
         """Return the recurrent state before an episode, nested zeros `[B, ...]`, with or without the critic's state."""
-        ...
 
     def act(
         self,
@@ -101,15 +97,12 @@ class RecurrentPolicy(Protocol):
 
         If `memory` has the critic's state, the output has log-probabilities and values too.
         """
-        ...
 
     def value(self, observations: Nested, memory: Nested) -> Tensor:
         """Return value estimates `[B]` of observations `[B, ...]` seen with a recurrent state `[B, ...]`."""
-        ...
 
     def __call__(self, observations: Nested, sequences: Sequences) -> tuple[Distribution, Tensor]:
         """Return the action distribution and values `[N]` of the rows `[N, ...]` of sequences."""
-        ...
 
 
 def as_recurrent(policy: object) -> RecurrentPolicy | None:
