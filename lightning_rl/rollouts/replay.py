@@ -7,7 +7,7 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from operator import itemgetter
+from operator import itemgetter, setitem
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -158,10 +158,7 @@ class UseLimitedBuffer(Replay):
         self._next = (self._next + num_rows) % self.size
 
     def _put(self, places: Tensor, rows: Fields) -> None:
-        def put(x: Tensor, storage: Tensor) -> None:
-            storage[places] = x.detach().cpu()
-
-        map_leaves(put, rows, self._fields)
+        map_leaves(lambda x, storage: setitem(storage, places, x.detach().cpu()), rows, self._fields)
 
     def clear(self) -> None:
         self._fields, self._next = None, 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import setitem
 from typing import Any
 
 import gymnasium
@@ -257,11 +258,7 @@ class MaskedActions(History):
     ) -> None:
         """Read the masks; masks of final observations, and of rows without an agent, allow every choice."""
         without = ended | infos.get(ABSENT, False)
-
-        def allow(masks: Array) -> None:
-            masks[without] = 1
-
-        map_leaves(allow, self.memory)
+        map_leaves(lambda masks: setitem(masks, without, 1), self.memory)
         self._take(~ended, observations, infos)
 
     def show(self, observations: Nested) -> Nested:
@@ -280,11 +277,7 @@ class MaskedActions(History):
             masks = source.observed(observations)[0]
         else:
             masks = self._read(self._find(which, infos))
-
-        def put(own: Array, new: Array) -> None:
-            own[which] = new[which]
-
-        map_leaves(put, self.memory, masks)
+        map_leaves(lambda own, new: setitem(own, which, new[which]), self.memory, masks)
         if (found := source.layout.nothing_allowed(self.memory)) is not None:
             raise WorkerFailure(np.flatnonzero(found[1]).tolist(), f"cannot continue: {source.complaint(found[0])}")
 

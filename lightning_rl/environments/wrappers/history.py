@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import setitem
 from typing import Any
 
 import numpy as np
@@ -45,11 +46,7 @@ class History:
 
     def load(self, memory: Nested) -> None:
         """Restore a memory, maybe of another number of environments."""
-
-        def copy(own: Array, stored: Array) -> None:
-            own[: len(stored)] = stored[: len(own)]
-
-        map_leaves(copy, self.memory, memory)
+        map_leaves(lambda own, x: setitem(own, slice(len(x)), x[: len(own)]), self.memory, memory)
 
 
 def empty_memory(space: spaces.Space[Any], *leading: int) -> Nested:
@@ -68,10 +65,7 @@ class FrameStack(History):
         self._leaf_spaces = map_space(lambda leaf: leaf, space)
 
     def start_episodes(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
-        def fill(frames: Array, x: Array) -> None:
-            frames[which] = np.asarray(x)[which][:, None]
-
-        map_leaves(fill, self.memory, observations)
+        map_leaves(lambda frames, x: setitem(frames, which, x[which][:, None]), self.memory, observations)
 
     def advance(
         self, observations: Nested, actions: Nested, rewards: Array, ended: Array, infos: dict[str, Any]
@@ -175,10 +169,7 @@ class PreviousStep(History):
         super().__init__(spaces.Dict(parts | added), empty_memory(spaces.Dict(added), num_envs))
 
     def start_episodes(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
-        def clear(x: Array) -> None:
-            x[which] = 0
-
-        map_leaves(clear, self.memory)
+        map_leaves(lambda x: setitem(x, which, 0), self.memory)
 
     def advance(
         self, observations: Nested, actions: Nested, rewards: Array, ended: Array, infos: dict[str, Any]
