@@ -272,12 +272,10 @@ class RolloutMemory(Replay):
             self._kept = [
                 kept | {"fields": {**kept["fields"], name: map_leaves(torch.clone, zeros)}} for kept in self._kept
             ]
-        for index, rows, local in self._by_rollout(addresses):
-
-            def put(storage: Tensor, x: Tensor, rows: Tensor = rows, local: Tensor = local) -> None:
-                storage.flatten(0, 1)[local] = x.detach().cpu()[rows]
-
-            map_leaves(put, self._kept[index]["fields"][name], values)
+        values = map_leaves(lambda x: x.detach().cpu(), values)
+        for kept, (rows, steps) in zip(self._kept, self._by_rollout(addresses), strict=True):
+            own = map_leaves(itemgetter(rows), values)
+            map_leaves(lambda storage, x, at=steps: setitem(storage.flatten(0, 1), at, x), kept["fields"][name], own)
 
     def steps(self) -> Tensor:
         valid = self._all_valid()
@@ -309,24 +307,24 @@ class RolloutMemory(Replay):
         wanted = [{n: x for n, x in fields.items() if only in (None, n)} for fields in every]
         if not wanted[0]:
             return {}
-        parts = self._by_rollout(addresses) or [(0, addresses.flatten(), addresses.flatten())]  # no addresses
-        places = torch.cat([rows for _, rows, _ in parts]).argsort()
+        parts = self._by_rollout(addresses)
+        places = torch.cat([rows for rows, _ in parts]).argsort()
 
-        def collect(*leaves_of_rollouts: Tensor) -> Tensor:
-            found = [leaves_of_rollouts[index].flatten(0, 1).index_select(0, local) for index, _, local in parts]
+        def collect(*rollouts: Tensor) -> Tensor:
+            found = [x.flatten(0, 1).index_select(0, steps) for x, (_, steps) in zip(rollouts, parts, strict=True)]
             rows = torch.cat(found).index_select(0, places)
             return rows.view(*addresses.shape, *rows.shape[1:])
 
         fields: Fields = map_leaves(collect, *wanted)
         return fields
 
-    def _by_rollout(self, addresses: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """Return each rollout that has addresses, which of all addresses these are, and their steps t · B + b."""
+    def _by_rollout(self, addresses: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return for each rollout which of the addresses are in it, by their places, and their steps t · B + b."""
         size = self.shape[0] * self.shape[1]
         rollouts, order = (addresses.flatten() // size).sort(stable=True)
-        found, counts = (x.tolist() for x in torch.unique_consecutive(rollouts, return_counts=True))
-        local = torch.split(addresses.flatten()[order] % size, counts)
-        return [*zip(found, torch.split(order, counts), local, strict=True)]
+        counts = rollouts.bincount(minlength=len(self)).tolist()
+        steps = addresses.flatten()[order] % size
+        return [*zip(torch.split(order, counts), torch.split(steps, counts), strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rollouts as tensors, without copies: stored rollouts do not change."""
