@@ -222,19 +222,13 @@ Find = Callable[[Array], tuple[int, str] | None]
 def find_bad(path: str, space: spaces.Space[Any]) -> Find | None:
     """Return the function for one leaf of the space; None for integers of a `Box`."""
     name = f"observation {path}".rstrip()
-    if (limits := limits_of_choices(space)) is not None:
-        return functools.partial(_find_outside, name, space, *limits)
+    if isinstance(space, spaces.MultiBinary):
+        return functools.partial(_find_outside, name, space, 0, 1)
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        last = space.start + (space.n if isinstance(space, spaces.Discrete) else space.nvec) - 1
+        return functools.partial(_find_outside, name, space, space.start, last)
     is_float = space.dtype is not None and np.issubdtype(space.dtype, np.floating)
     return functools.partial(find_not_finite, name) if is_float else None
-
-
-def limits_of_choices(space: spaces.Space[Any]) -> tuple[Any, Any] | None:
-    """Return the first and last integer of a leaf, as numbers or arrays of its shape; None for a `Box`."""
-    if isinstance(space, spaces.MultiBinary):
-        return 0, 1
-    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        return space.start, space.start + (space.n if isinstance(space, spaces.Discrete) else space.nvec) - 1
-    return None
 
 
 def _find_outside(name: str, space: spaces.Space[Any], low: Any, high: Any, rows: Array) -> tuple[int, str] | None:
