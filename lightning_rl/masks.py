@@ -66,6 +66,13 @@ def has_choices(space: spaces.Space[Any]) -> bool:
     return isinstance(space, _CHOICES) or (isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.integer))
 
 
+def is_categorical(space: spaces.Space[Any]) -> bool:
+    """Whether each choice of a leaf of an action space has a logit: no switches, and no `Box` of many integers."""
+    if isinstance(space, spaces.Box) and not is_continuous(space):
+        return max(num_choices(space)) <= MAX_INTEGER_CHOICES
+    return isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
+
+
 def mask_shape(space: spaces.Space[Any]) -> tuple[int, ...]:
     """Return the shape of the mask of a leaf.
 

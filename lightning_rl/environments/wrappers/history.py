@@ -13,7 +13,7 @@ from gymnasium import spaces
 from lightning_rl.environments.contract import LIFE_LOST, Array
 from lightning_rl.environments.wrappers.action_repeat import as_earned_in_training
 from lightning_rl.environments.wrappers.transforms import RewardTransform
-from lightning_rl.masks import MAX_INTEGER_CHOICES, ActionMask, has_choices, num_choices
+from lightning_rl.masks import ActionMask, is_categorical, num_choices
 from lightning_rl.nested import Nested, leaves, map_leaves, map_space, replace_leaves
 from lightning_rl.spaces import image_layout, is_image, space_to_dict
 from lightning_rl.validation import ConfigurationError, check
@@ -191,8 +191,8 @@ class PreviousStep(History):
 
 
 def _encoded_space(path: str, space: spaces.Space[Any]) -> spaces.Space[Any]:
-    if (choices := _choices(space)) is not None:
-        return spaces.MultiBinary(int(choices.sum()))
+    if is_categorical(space):
+        return spaces.MultiBinary(sum(num_choices(space)))
     if isinstance(space, spaces.MultiBinary):
         return spaces.MultiBinary(int(np.prod(space.shape)))
     if isinstance(space, spaces.Box):
@@ -203,16 +203,10 @@ def _encoded_space(path: str, space: spaces.Space[Any]) -> spaces.Space[Any]:
     )
 
 
-def _choices(space: spaces.Space[Any]) -> np.ndarray[Any, Any] | None:
-    if isinstance(space, spaces.MultiBinary) or not has_choices(space):
-        return None
-    counts = num_choices(space)
-    return None if isinstance(space, spaces.Box) and max(counts) > MAX_INTEGER_CHOICES else np.array(counts)
-
-
 def _encoder(space: spaces.Space[Any]) -> Callable[[Any], Array]:
-    if (choices := _choices(space)) is None:
+    if not is_categorical(space):
         return partial(_flatten, np.int8 if isinstance(space, spaces.MultiBinary) else np.float32)
+    choices = np.array(num_choices(space))
     start = np.ravel(space.low if isinstance(space, spaces.Box) else space.start)  # type: ignore[attr-defined]
     return partial(_one_hot, np.cumsum(choices) - choices - start.astype(np.int64), int(choices.sum()))
 

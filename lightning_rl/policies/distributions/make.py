@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from gymnasium import spaces
 from torch import nn
 
-from lightning_rl.masks import MAX_INTEGER_CHOICES, ActionMask, MaskLayout, is_continuous, num_choices
+from lightning_rl.masks import MAX_INTEGER_CHOICES, ActionMask, MaskLayout, is_categorical, is_continuous
 from lightning_rl.nested import join, map_paths, part_at, replace_leaves, space_leaves
 from lightning_rl.options import types_of
 from lightning_rl.policies.distributions.base import Initialization
@@ -45,19 +45,13 @@ def _is_bounded(space: spaces.Space[Any]) -> bool:
     return is_continuous(space) and space.is_bounded() and bool((space.low < space.high).all())  # type: ignore[attr-defined]
 
 
-def _has_choices(space: spaces.Space[Any]) -> bool:
-    if isinstance(space, spaces.Box) and not is_continuous(space):
-        return max(num_choices(space)) <= MAX_INTEGER_CHOICES
-    return isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
-
-
 def _categorical(in_features: int, space: Any, *, initialization: Initialization = "orthogonal") -> nn.Module:
     head = CategoricalHead if isinstance(space, spaces.Discrete) else MultiCategoricalHead
     return head(in_features, space, initialization=initialization)
 
 
 _CHOICES = (
-    _has_choices,
+    is_categorical,
     f"Discrete, MultiDiscrete, or an integer Box with at most {MAX_INTEGER_CHOICES} values in each component",
 )
 _COMBINED = (
