@@ -60,8 +60,10 @@ class TensorEnvironments(EnvironmentBatch):
         self._tracker.reset()
         with self._named("reset"):
             self.observations, infos = self.env.reset(seed=self.seed)
-            _check_tensors(self.env, self.observations)
-            self._device = first_leaf(self.observations).device
+            first = first_leaf(self.observations)
+            expected = f"'native', since {self.env} returns {type(first).__name__}, no tensors"
+            check(isinstance(first, Tensor), "backend", "torch", expected)
+            self._device = first.device
             check_values(self.env, map_leaves(to_array, self.observations), infos)
         self._resets_next = None
         self._not_finite = None
@@ -124,12 +126,6 @@ class TensorEnvironments(EnvironmentBatch):
         self.observations = map_leaves(lambda x: x.to(self._device), self.observations)
         self._resets_next = None if self._resets_next is None else self._resets_next.to(self._device)
         return restored[0], self.observations
-
-
-def _check_tensors(env: VectorEnv[Any, Any, Any], observations: Nested) -> None:
-    first = first_leaf(observations)
-    expected = f"'native', since {env} returns {type(first).__name__}, no tensors"
-    check(isinstance(first, Tensor), "backend", "torch", expected)
 
 
 def _advance(
