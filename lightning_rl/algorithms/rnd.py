@@ -18,7 +18,7 @@ from lightning_rl.nested import Nested, map_leaves, replace_leaves, space_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.networks.make import make_encoder, name_image_networks
-from lightning_rl.policies.networks.mlp import HeadLinear, orthogonal_linear
+from lightning_rl.policies.networks.mlp import HeadLinear, orthogonal
 from lightning_rl.policies.normalization import NestedNormalizer
 from lightning_rl.policies.values import in_chunks, with_recomputed_values
 from lightning_rl.rollouts.batch import Batch
@@ -50,7 +50,7 @@ class CuriousActorCritic(ActorCritic):
         width = int(encoders[0].out_features)  # type: ignore[arg-type]
         # Names with `critic_`: target and predictor belong to the critic's half of the loss.
         self.critic_target = nn.Sequential(encoders[0], HeadLinear(width, _WIDTH, 1.0)).requires_grad_(False)
-        hidden = (orthogonal_linear(width, _WIDTH), nn.ReLU(), orthogonal_linear(_WIDTH, _WIDTH), nn.ReLU())
+        hidden = (orthogonal(nn.Linear(width, _WIDTH)), nn.ReLU(), orthogonal(nn.Linear(_WIDTH, _WIDTH)), nn.ReLU())
         self.critic_predictor = nn.Sequential(encoders[1], *hidden, HeadLinear(_WIDTH, _WIDTH, 1.0))
 
     def forward_auxiliary(self, x: Nested, sequences: Sequences | None = None) -> tuple[Distribution, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_rl.policies.networks.mlp import orthogonal, orthogonal_linear
+from lightning_rl.policies.networks.mlp import orthogonal
 from lightning_rl.spaces import image_layout
 from lightning_rl.validation import check
 
@@ -50,7 +50,7 @@ class _ImageEncoder(nn.Module):
     def _make_linear(self, layers: nn.Module) -> nn.Linear:
         with torch.no_grad():
             flat = layers(torch.zeros(1, self.channels, self.height, self.width)).shape[1]
-        return orthogonal_linear(flat, self.out_features)
+        return orthogonal(nn.Linear(flat, self.out_features))
 
     def _to_features(self, layers: nn.Module, observations: Tensor) -> Tensor:
         dtype = self.linear.weight.dtype

@@ -49,11 +49,6 @@ def orthogonal(layer: _Layer, gain: float = _SQRT2) -> _Layer:
     return layer
 
 
-def orthogonal_linear(in_features: int, out_features: int) -> nn.Linear:
-    """Return a linear layer with orthogonal weights of gain √2 and zero bias."""
-    return orthogonal(nn.Linear(in_features, out_features))
-
-
 class HeadLinear(nn.Linear):
     """Linear layer of a head, with orthogonal weights and zero bias, computed in at least float32, also under autocast.
 
@@ -172,7 +167,7 @@ class MLPEncoder(nn.Module):
         sizes = [sum(cast(int, part.out_features) for part in parts), *hidden_sizes]
         self.layers = nn.Sequential()
         for width, next_width in itertools.pairwise(sizes):
-            self.layers.append(orthogonal_linear(width, next_width))
+            self.layers.append(orthogonal(nn.Linear(width, next_width)))
             self.layers.append(ACTIVATIONS[activation]())
         self.out_features = sizes[-1]
 

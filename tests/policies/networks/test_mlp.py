@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rl.policies.networks.mlp import HeadLinear, orthogonal_linear
+from lightning_rl.policies.networks.mlp import HeadLinear, orthogonal
 
 
 def assert_orthogonal(layer: nn.Linear | nn.Conv2d, gain: float) -> None:
@@ -27,7 +27,7 @@ def test_heads_are_orthogonal_with_their_gain(gain):
 def test_weights_are_orthogonal_in_any_precision(dtype, tolerance):
     try:
         torch.set_default_dtype(dtype)
-        weight = orthogonal_linear(8, 4).weight
+        weight = orthogonal(nn.Linear(8, 4)).weight
     finally:
         torch.set_default_dtype(torch.float32)
     assert weight.dtype == dtype
