@@ -7,7 +7,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import is_, setitem
+from operator import is_, itemgetter, setitem
 from typing import Any, NamedTuple, NoReturn
 
 import gymnasium
@@ -35,7 +35,6 @@ from lightning_rl.environments.contract import (
     is_failure,
     listed,
     role_prefix,
-    row_of,
     summary,
     surely_finite,
     to_arrays,
@@ -576,7 +575,7 @@ class EnvironmentBatch:
         """Return observations with the final observations of the episodes that ended, at their `indices`."""
         reached = map_leaves(lambda _, x: np.copy(x), self._find_bad, observations)
         for index in indices:
-            final = row_of(finals, index)
+            final = map_leaves(itemgetter(index), finals)  # of arrays, or of an array of objects
             map_leaves(lambda _, rows, x, i=index: setitem(rows, i, x), self._find_bad, reached, final)
         return reached
 

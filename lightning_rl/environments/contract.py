@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from operator import itemgetter
 from types import CodeType
 from typing import Any, NoReturn, TypeAlias
 
@@ -20,7 +19,6 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from lightning_rl.nested import map_leaves
 from lightning_rl.validation import ConfigurationError, ExplainedError, check
 
 Array = np.ndarray[Any, Any]
@@ -289,11 +287,6 @@ def _column(length: int, values: dict[int, Any], of_numbers: bool) -> np.ndarray
     column = np.zeros((length, *numbers.shape[1:]), numbers.dtype)
     column[list(values)] = numbers
     return column
-
-
-def row_of(batch: Any, index: int) -> Any:  # nested
-    """Return the values of one environment in nested arrays `[B, ...]`, or in an array with an object for each."""
-    return map_leaves(itemgetter(index), batch)
 
 
 class EpisodeTracker:

@@ -2,6 +2,7 @@
 
 import cProfile
 import pstats
+from operator import itemgetter
 
 import gymnasium
 import numpy as np
@@ -10,9 +11,8 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
-from lightning_rl.environments.contract import row_of
 from lightning_rl.environments.wrappers.history import FlatObservations
-from lightning_rl.nested import leaves
+from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from tests.mask_probes import kwargs_of, source_of
 from tests.probes import make_batch, make_collector
@@ -116,6 +116,8 @@ def test_all_environments_are_flattened_together_as_gymnasium_flattens_each(spac
         with cProfile.Profile() as profile:
             found = history.show(observations)
         calls.append(pstats.Stats(profile).total_calls)
-        expected = np.stack([spaces.flatten(space, row_of(observations, index)) for index in range(num_envs)])
+        expected = np.stack(
+            [spaces.flatten(space, map_leaves(itemgetter(index), observations)) for index in range(num_envs)]
+        )
         assert found.dtype == expected.dtype == history.space.dtype and np.array_equal(found, expected)
     assert calls[0] == calls[1]
