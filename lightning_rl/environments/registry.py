@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from traceback import walk_tb
 
@@ -67,7 +67,7 @@ def find_spec(env_id: str) -> EnvSpec:
     if home is not None and not module:
         raise ConfigurationError(f"env_id={env_id!r} is unknown: expected {home}:{name}, which imports its package")
     imports = f"; a package that registers it is imported by package:{name}, or by --data.env.imports [package]"
-    raise unknown_id(env_id, _current_ids(gymnasium.registry), "" if module else imports)
+    raise unknown_id(env_id, _current_ids(gymnasium.registry.values()), "" if module else imports)
 
 
 def parallel_module(env_id: str) -> str:
@@ -98,13 +98,10 @@ def _by_prefix(values: Mapping[str, str], name: str) -> str | None:
 
 
 # Without older versions of the same environment, and without Gymnasium's JAX environments.
-def _current_ids(registry: Mapping[str, EnvSpec]) -> Iterator[str]:
-    newest: dict[tuple[str | None, str], int] = {}
-    for spec in registry.values():
-        newest[spec.namespace, spec.name] = max(newest.get((spec.namespace, spec.name), 0), spec.version or 0)
-    for env_id, spec in registry.items():
-        if spec.namespace not in ("phys2d", "tabular") and (spec.version or 0) == newest[spec.namespace, spec.name]:
-            yield env_id
+def _current_ids(specs: Iterable[EnvSpec]) -> list[str]:
+    by_version = sorted(specs, key=lambda spec: spec.version or 0)
+    newest = {(spec.namespace, spec.name): spec.id for spec in by_version}
+    return [env_id for (namespace, _), env_id in newest.items() if namespace not in ("phys2d", "tabular")]
 
 
 def is_atari(spec: EnvSpec, obs_type: str | None = None) -> bool:
