@@ -163,8 +163,7 @@ class MaskSource:
             return leaf if isinstance(leaf, ActionMask) else self._leaf(path, leaf.shape or ())
 
         mask_space = replace_leaves(mask, found)
-        masks = {join(self.name, path): leaf for path, leaf in space_leaves(mask_space).items()}
-        masks |= {self.name: mask_space} if not isinstance(found, spaces.Dict | spaces.Tuple) else {}
+        masks = space_leaves(mask_space, self.name)
         self.space = replace_leaves(lambda path, leaf: masks.get(path, leaf), self.space)
         find_masks(self.space)
         self._set_space(mask_space)
