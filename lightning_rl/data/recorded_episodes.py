@@ -24,7 +24,7 @@ from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.environments.contract import TRAINING, derive_seed, find_bad
 from lightning_rl.files import load_plain, save_file
 from lightning_rl.masks import MaskLayout, component_names, find_masks, has_choices, num_choices
-from lightning_rl.nested import Nested, leaves, map_leaves, map_paths, map_space, map_stacked, part_at, space_leaves
+from lightning_rl.nested import Nested, leaves, map_leaves, map_space, map_stacked, part_at, space_leaves
 from lightning_rl.policies.interface import from_environment
 from lightning_rl.rollouts.rollout import Episode, Rollout
 from lightning_rl.spaces import observation_dtype
@@ -88,8 +88,7 @@ def _checked(episodes: Sequence[Episode]) -> Sequence[Episode]:
 def _actions_of_space(space: spaces.Space[Any], taken: Nested) -> Nested:
     """Return recorded actions in the units of a space, or raise a `ConfigurationError` for values outside of it."""
     actions = from_environment(space, taken)
-
-    def check_leaf(path: str, leaf: spaces.Space[Any]) -> None:
+    for path, leaf in space_leaves(space).items():
         chosen, given = part_at(actions, path), np.asarray(part_at(taken, path))
         valid, expected = np.isfinite(chosen).all(), f"finite numbers in the shape of {leaf}, one action per step"
         if has_choices(leaf):
@@ -99,15 +98,12 @@ def _actions_of_space(space: spaces.Space[Any], taken: Nested) -> Nested:
         shape, size = given.shape[1:], math.prod(leaf.shape or ())
         has_shape = shape in (leaf.shape, (size,)) or math.prod(shape) == size == 1
         check(bool(has_shape and valid), f"episodes: actions {path}".rstrip(), given, expected)
-
-    map_paths(check_leaf, space)
     return actions
 
 
 def _check_observations(space: spaces.Space[Any], seen: Nested, converted: Nested) -> None:
     """Check that observations are finite, keep their values in the dtype of the space, and are among its choices."""
-
-    def check_leaf(path: str, leaf: spaces.Space[Any]) -> None:
+    for path, leaf in space_leaves(space).items():
         given, x = part_at(seen, path), part_at(converted, path)
         name = f"episodes: observations {path}".rstrip()
         check(x.shape[1:] == leaf.shape, name, x[0], f"observations in {leaf}")
@@ -120,8 +116,6 @@ def _check_observations(space: spaces.Space[Any], seen: Nested, converted: Neste
             if (outside := (least < leaf.low) | (most > leaf.high)).any():
                 worst = float(np.where(least < leaf.low, least, most)[outside][0])
                 rank_zero_warn(f"{name}={worst} lies outside of the space: expected numbers in {leaf}")
-
-    map_paths(check_leaf, space)
 
 
 def _check_masks(
