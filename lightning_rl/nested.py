@@ -81,9 +81,9 @@ def map_paths(function: Callable[[str, Any], T], x: Nested, path: str = "") -> N
     return function(path, x)
 
 
-def nested_paths(x: Nested, path: str = "") -> Nested:
-    """Return the path of every leaf of nested values or of a space, nested as these; `x` itself is at `path`."""
-    return map_paths(lambda place, _: place, x, path)
+def nested_paths(x: Nested) -> Nested:
+    """Return the path of every leaf of nested values or of a space, nested as these."""
+    return map_paths(lambda path, _: path, x)
 
 
 def part_at(x: Nested, path: str) -> Any:
