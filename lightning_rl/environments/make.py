@@ -170,19 +170,12 @@ def make_envpool(
             kwargs.setdefault("repeat_action_probability", 0.25)
     with explained(spec), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Box (low|high)'s precision")  # from EnvPool's own spaces
-        env: Any = envpool.make(task, env_type="gymnasium", **(kwargs | spec.env.kwargs))
-        env = _BatchedSpaces(env)
+        made: Any = envpool.make(task, env_type="gymnasium", **(kwargs | spec.env.kwargs))
+        env = VectorWrapper(made)
+        # Spaces of the batch, which vector wrappers need; EnvPool has those of one environment.
+        env.observation_space = batch_space(env.single_observation_space, env.num_envs)
+        env.action_space = batch_space(env.single_action_space, env.num_envs)
     return env if atari is None else VectorGameScore(env, clips_rewards=False), atari, None
-
-
-# No type arguments: VectorWrapper takes none before Gymnasium 1.4.
-class _BatchedSpaces(VectorWrapper):
-    """Adds the spaces of the batch, which vector wrappers need, to EnvPool's environments."""
-
-    def __init__(self, env: Any) -> None:
-        super().__init__(env)
-        self.observation_space = batch_space(env.single_observation_space, env.num_envs)
-        self.action_space = batch_space(env.single_action_space, env.num_envs)
 
 
 def limited(max_episode_steps: int | None) -> dict[str, Any]:
