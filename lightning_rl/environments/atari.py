@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -12,7 +12,7 @@ from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorWrapper
 
 from lightning_rl.environments.contract import LIFE_LOST, autoreset_mode
-from lightning_rl.validation import NonNegativeInt, PositiveInt, Range, check
+from lightning_rl.validation import NonNegativeInt, PositiveInt, UnitFloat, check
 
 
 class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -235,7 +235,7 @@ class AtariPreprocessing:
     episodic_life: bool = True
     clip_rewards: bool = True
     fire_on_reset: bool = True
-    repeat_action_probability: Annotated[float, Range(at_least=0, at_most=1)] | None = None
+    repeat_action_probability: UnitFloat | None = None
     frame_stack: PositiveInt = 4
     screen_size: PositiveInt = 84
     grayscale: bool = True
