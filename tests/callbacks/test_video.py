@@ -184,7 +184,11 @@ def test_a_moving_picture_is_small_and_as_long_as_what_it_shows():
 @pytest.mark.parametrize(
     ("env_id", "options", "message"),
     [
-        ("Probe/Counter-v0", {}, r"cannot be made for a video with .*: TypeError: .* argument 'render_mode'"),
+        (
+            "tests.probes:Probe/Counter-v0",
+            {},
+            r"cannot be made for a video with .*: TypeError: .* argument 'render_mode'",
+        ),
         (BLIND, {}, "cannot be filmed: expected an environment with the render mode 'rgb_array'"),
         ("CartPole-v1", {"backend": "envpool"}, "backend='envpool' is not valid: expected sync, async, or native"),
         (RELAY, {"backend": "native", "num_envs": 2}, "env_id=.* is not valid: expected one that registers single"),
