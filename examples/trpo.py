@@ -2,8 +2,7 @@
 
     python examples/trpo.py
 
-The optimizer trains only the critic. Actor and critic need separate encoders, the default without images.
-With several ranks, use `strategy="ddp_find_unused_parameters_true"`, because the loss has no gradient for the actor.
+It needs separate encoders, the default without images, and for several ranks `ddp_find_unused_parameters_true`.
 """
 
 from typing import Any
