@@ -101,13 +101,15 @@ def _rerun(policy: RecurrentPolicy, rollout: Rollout) -> tuple[RecurrentState, T
     memory, values = RecurrentState(), []
     memory.state = map_leaves(itemgetter(0), rollout.memory)
     ends = rollout.dones if rollout.valid is None else rollout.dones | ~rollout.valid
-    steps, environments = rollout.final_indices.cpu().unbind(1)
-    for t in range(rollout.shape[0]):
+    reached: list[list[int]] = [[] for _ in range(rollout.shape[0])]
+    for t, index in rollout.final_indices.tolist():
+        reached[t].append(index)
+    for t, environments in enumerate(reached):
         observations = map_leaves(itemgetter(t), rollout.observations)
         output = policy.act(observations, deterministic=True, memory=memory.state)
         assert output.value is not None
         values.append(output.value)
-        memory.after(t, output.memory, ends[t], environments[steps == t].tolist(), ())
+        memory.after(t, output.memory, ends[t], environments, ())
     return memory, torch.stack(values)
 
 
