@@ -96,7 +96,7 @@ def save_file(content: dict[str, Any], path: str | Path) -> None:
     torch.save(content, buffer := io.BytesIO())
     buffer.seek(0)
     if found := torch.serialization.get_unsafe_globals_in_checkpoint(buffer):
-        problem = f"{str(path)!r} contains {', '.join(sorted(found))}, so resuming cannot load it as data"
+        problem = f"{str(path)!r} contains {', '.join(sorted(found))}, so this package cannot load it as data"
         warnings.warn(f"{problem}: expected tensors, numbers, strings, lists and dicts", stacklevel=2)
     write_file(path, buffer.getbuffer())
 

@@ -208,7 +208,7 @@ def test_what_is_written_of_all_ranks_is_told_to_the_first_alone(ranks):
     both = [{"rank": 0}, {"rank": 1}]
     assert [rank["gathered"]["told"] for rank in ranks] == [[both] * 3, [[]] * 3]
     assert [rank["gathered"]["groups"] for rank in ranks] == [1, 1]
-    assert not any(rank["gathered"]["is_copied"] for rank in ranks)  # the first has room for one state of its own
+    assert not any(rank["gathered"]["is_copied"] for rank in ranks)  # a copy would double the memory of rank 0
 
 
 def test_times_are_those_of_all_ranks_too(ranks):

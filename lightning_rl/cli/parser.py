@@ -355,7 +355,7 @@ def _mistakes(given: Sequence[tuple[str, Any]], types: Mapping[str, Any]) -> Ite
             yield last, f"{shown} is no option{did_you_mean(option, [*types, *_BASES])}"
         elif not _fits(value, types[name]):
             yield last, f"{shown} is not valid: expected {_expected(types[name])}"
-        elif all(other in types for other, _ in given if other.endswith(f".{last}")):
+        elif all(other in types for other, _ in given if other.endswith(f".{last}")):  # the message names no group
             yield f"Option '{last}' is not accepted", f"{shown} is no option, since the class sets {last} itself"
 
 

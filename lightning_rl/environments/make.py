@@ -172,7 +172,7 @@ def make_envpool(
         warnings.filterwarnings("ignore", ".*Box (low|high)'s precision")  # from EnvPool's own spaces
         made: Any = envpool.make(task, env_type="gymnasium", **(kwargs | spec.env.kwargs))
         env = VectorWrapper(made)
-        # Spaces of the batch, which vector wrappers need; EnvPool has those of one environment.
+        # Vector wrappers need the spaces of the batch; EnvPool gives the spaces of one environment.
         env.observation_space = batch_space(env.single_observation_space, env.num_envs)
         env.action_space = batch_space(env.single_action_space, env.num_envs)
     return env if atari is None else VectorGameScore(env, clips_rewards=False), atari, None

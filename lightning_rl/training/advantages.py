@@ -58,8 +58,9 @@ class AdvantageEstimator:
         if "advantages" not in batch.fields:
             return batch
         expected = "False, since the algorithm selects rows, or changes values, advantages or returns"
-        check(batch.source is not None, "advantages.recompute_advantages", True, expected)
-        rollout, rows = source = batch.source  # type: ignore[misc]
+        source = batch.source
+        check(source is not None, "advantages.recompute_advantages", True, expected)
+        rollout, rows = source  # type: ignore[misc]
         rollout = with_recomputed_values(self.policy, rollout)
         advantages, returns = self.advantages_and_returns(rollout)
         new = rollout.flatten(rows, advantages=advantages, returns=returns)

@@ -57,7 +57,7 @@ HYBRID = space_to_dict(
 
 
 class WithDiscriminator(PPO):
-    """A network outside of the policy, with an optimizer, steps and a loss of its own, as docs/custom.md describes."""
+    """A network outside of the policy with a separate optimizer and loss, as docs/custom.md describes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -490,7 +490,7 @@ def test_resuming_in_a_new_process_is_exact(tmp_path: Path) -> None:
     ("name", "strategy"), [("continuous", "ddp"), ("discriminator", "ddp_find_unused_parameters_true")]
 )
 def test_two_ranks_resume_exactly(name: str, strategy: str, tmp_path: Path) -> None:
-    """With a network of its own loss, the ranks also stay equal: a resumed run starts from those of the first."""
+    """The ranks also keep equal parameters: a resumed run starts with the parameters of rank 0."""
 
     def run(folder: str, rollouts: int, ckpt_path: str | None = None) -> None:
         ranks = f"devices=2, strategy={strategy!r}"

@@ -287,7 +287,7 @@ def test_recomputed_advantages_are_normalized_again():
     "change", [lambda batch: batch.ordered(torch.arange(8)), lambda batch: batch.replace(advantages=-batch.advantages)]
 )
 def test_advantages_of_own_rows_or_of_an_algorithm_itself_are_not_recomputed(change):
-    """Recomputed ones would silently replace those of the algorithm from the second pass on."""
+    """Recomputed advantages would silently replace the advantages of the algorithm from the second pass on."""
     for recompute in (False, True):
         model = make(advantages={"recompute_advantages": recompute})
         batch = change(model.batch(random_rollout(model.policy)))
