@@ -350,7 +350,8 @@ def _mistakes(given: Sequence[tuple[str, Any]], types: Mapping[str, Any]) -> Ite
         elif option in _BASES or any(name.startswith(f"{x}.") for x in types):
             continue
         elif any(x.startswith(f"{name}.") for x in types):
-            yield last, f"{shown} is not valid: expected a dict of its options"
+            hint = "".join(f"; did you mean {x}?" for x in types if x == f"{name}_id")
+            yield last, f"{shown} is not valid: expected a dict of its options{hint}"
         elif name not in types:
             yield last, f"{shown} is no option{did_you_mean(option, [*types, *_BASES])}"
         elif not _fits(value, types[name]):

@@ -850,6 +850,7 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
             r"model.policy.hidden=\[3\] is no option; did you mean ",
         ),
         (["fit", *SMALL, "--model.optimizer=3"], "model.optimizer=3 is not valid: expected a dict of its options$"),
+        (["fit", *SMALL, "--data.env=CartPole-v1"], r"data\.env=.* a dict .*; did you mean data\.env_id\?$"),
         (
             ["fit", *SMALL, "--seed_everything=x"],
             "seed_everything='x' is not valid: expected true or",
