@@ -68,20 +68,13 @@ def dual_clipped_surrogate_loss(
     weights = -advantages.detach()
     # -min(ratio * A, clip(ratio) * A) is -ratio * A, bounded from below by its value at one end of the range.
     bound = torch.minimum(weights * (1.0 - clip_range_low), weights * (1.0 + clip_range_high))
-    if not _is_finite(clip_range_low) or not _is_finite(clip_range_high):
-        # An advantage of 0 times an infinite range; its loss is 0.
-        bound = bound.nan_to_num(0.0, torch.inf, -torch.inf)
     losses = log_ratios.exp() * weights
-    # Not `clamp`: PyTorch 2.14 changed its gradient at the bound, where it is 1 here.
+    # Not `clamp`: PyTorch 2.14 changed its gradient at the bound, where it is 1 here. With an infinite range, the bound
+    # of an advantage of 0 is NaN, and its loss stays 0.
     losses = torch.where(losses < bound, bound, losses)
     if dual_clip is None:
         return losses
     return torch.where(weights > 0, torch.minimum(losses, dual_clip * weights), losses)
-
-
-def _is_finite(clip_range: Tensor | float) -> bool:
-    """Whether a range is known to be finite without reading a tensor."""
-    return not isinstance(clip_range, Tensor) and abs(clip_range) < torch.inf
 
 
 @torch.no_grad()
