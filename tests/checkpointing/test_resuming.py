@@ -215,6 +215,7 @@ def test_other_scheduler_class_starts_with_new_state(resume):
     model, messages = resume("scheduler", model={"optimizer": changed})
     assert [message.endswith(", with a new state") for message in messages] == [True, True]  # name and options
     assert model.optimizers().param_groups[0]["lr"] == pytest.approx(3e-4 * 0.1)
+    assert model.lr_schedulers().last_epoch == 2  # rollouts since the resume
 
 
 @pytest.mark.parametrize(
