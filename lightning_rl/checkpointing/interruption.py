@@ -73,8 +73,9 @@ class InterruptionGuard(Callback):
             for count in (progress.total, progress.current):
                 count.ready = count.started = count.completed = count.processed
         # Callbacks that `configure_callbacks` of a subclass adds come after this one, but their hooks must run first.
+        # `last.ckpt` has the states of all other callbacks, so it is saved after other checkpoints.
         found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        found = sorted(found, key=lambda x: (isinstance(x, Checkpoint), x is self))
+        found = sorted(found, key=lambda x: (isinstance(x, Checkpoint), isinstance(x, LastCheckpoint), x is self))
         trainer.callbacks = found  # type: ignore[attr-defined]
         saves_nothing = trainer.fast_dev_run or trainer.barebones  # type: ignore[attr-defined]
         if not (trainer.checkpoint_callbacks or saves_nothing):

@@ -243,9 +243,8 @@ class OnPolicyCLI(LightningCLI):
             kwargs["default_root_dir"] = str(self.run_dir)
         given: list[Callback] = as_list(config.callbacks)
         callbacks = [*given, *self._default_callbacks(config, given)]
-        # The best checkpoint is saved first, and `last.ckpt` after all others, so it is the newest.
-        newest = run_folders.KEEP_NEWEST
-        callbacks.sort(key=lambda c: (isinstance(c, LastCheckpoint), getattr(c, "monitor", "") in newest))
+        # The best checkpoint is saved first; `InterruptionGuard` puts `LastCheckpoint` at the end.
+        callbacks.sort(key=lambda callback: getattr(callback, "monitor", "") in run_folders.KEEP_NEWEST)
         try:
             # `PolicySummary` replaces the summary of Lightning.
             return super().instantiate_trainer(callbacks=callbacks, enable_model_summary=False, **kwargs)

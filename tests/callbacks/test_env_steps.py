@@ -338,6 +338,15 @@ def test_the_last_checkpoint_is_the_last_even_if_it_is_not_the_best(tmp_path):
     assert stored == {"best": 64, "last": 192}
 
 
+def test_last_checkpoint_knows_the_other_checkpoints_of_its_moment_in_any_order_of_callbacks(tmp_path):
+    newest = EnvStepCheckpoint(ROLLOUT, tmp_path, save_top_k=1)
+    trainer, _, _ = fit(LastCheckpoint(tmp_path), newest, max_epochs=1, enable_checkpointing=True)
+    stored = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"][newest.state_key]
+    assert Path(stored["best_model_path"]).name == "step=64.ckpt"
+    assert not stored["due"]
+    assert isinstance(trainer.callbacks[-1], LastCheckpoint)
+
+
 def test_a_run_stopped_within_an_epoch_has_a_last_checkpoint_of_that_moment(tmp_path):
     fit(EnvStepLimit(96), LastCheckpoint(tmp_path), enable_checkpointing=True, rollouts_per_epoch=100)
     assert steps_of(tmp_path) == [96]
