@@ -138,9 +138,8 @@ def save_failed_update(
     # A function of the user, or another kind of minibatch, cannot be stored as plain data.
     if getattr(module, name, None) != failed.loss or not isinstance(failed.minibatch, Minibatch):
         return None
-    checkpoints = [
-        getattr(c, name, "") for c in trainer.checkpoint_callbacks for name in ("last_model_path", "best_model_path")
-    ]
+    callbacks = reversed(trainer.checkpoint_callbacks)  # the last one saves the newest checkpoint
+    checkpoints = [getattr(c, name, "") for c in callbacks for name in ("last_model_path", "best_model_path")]
     content = {
         "algorithm": f"{type(module).__module__}.{type(module).__qualname__}",
         "hyper_parameters": dict(module.hparams),

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_rl import CLEAR, PPG, PPO, EnvStepLimit, FailedUpdate, OffPolicyPPG, PPOKLPenalty
+from lightning_rl import CLEAR, PPG, PPO, EnvStepLimit, FailedUpdate, LastCheckpoint, OffPolicyPPG, PPOKLPenalty
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.advantages import divergence
@@ -145,14 +146,21 @@ def test_replay_of_an_update_from_the_command_line(tmp_path):
 
 
 def test_failed_update_names_newest_checkpoint(tmp_path):
-    from lightning_rl import LastCheckpoint
-
     torch.manual_seed(0)
     model = BrokenRollouts(VECTOR, DISCRETE, broken=[1], **OPTIONS)
     options = {"enable_checkpointing": True, "callbacks": [LastCheckpoint(tmp_path)], "max_epochs": 2}
     failed = FailedUpdate.load(fail(model, tmp_path, limit_train_batches=1, **options))
     assert failed.checkpoint_path == str(tmp_path / "last.ckpt")
     assert failed.env_steps == torch.load(failed.checkpoint_path, weights_only=True)["lightning_rl"]["env_steps"] > 0
+
+
+@pytest.mark.parametrize("last_is_first", [True, False])
+def test_failed_update_names_last_checkpoint_beside_an_older_best_one(last_is_first, tmp_path):
+    best = ModelCheckpoint(tmp_path, "best", monitor="epoch", mode="min", save_on_train_epoch_end=True)
+    callbacks = [LastCheckpoint(tmp_path), best] if last_is_first else [best, LastCheckpoint(tmp_path)]
+    model = BrokenRollouts(VECTOR, DISCRETE, broken=[2], **OPTIONS)
+    options = {"enable_checkpointing": True, "callbacks": callbacks, "max_epochs": 3, "limit_train_batches": 1}
+    assert FailedUpdate.load(fail(model, tmp_path, **options)).checkpoint_path == str(tmp_path / "last.ckpt")
 
 
 def test_skipped_update_changes_no_parameters_or_statistics(tmp_path):
