@@ -42,7 +42,7 @@ from lightning_rl.cli.parser import (
     unknown_settings,
 )
 from lightning_rl.distributed import end_all_ranks, world_size
-from lightning_rl.files import check_intact, read_yaml, relative, typed
+from lightning_rl.files import check_intact, read_yaml, relative, typed, write_file
 from lightning_rl.options import default_groups, parameters_of
 from lightning_rl.tools.curves import RUN_FOLDER, changes
 from lightning_rl.tools.hub import pull_from_hub, push_to_hub
@@ -73,7 +73,7 @@ class SaveConfig(SaveConfigCallback):
         kept.ckpt_path, kept.resume_changes = None, "refuse"
         text = str(self.parser.dump(kept, skip_validation=True, skip_unset=False))
         if [earlier.read_text(encoding="utf-8") for earlier in run_folders.configurations(folder)[-1:]] != [text]:
-            run_folders.next_configuration(folder).write_text(text)
+            write_file(run_folders.next_configuration(folder), text.encode())
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger | TensorBoardLogger):
                 logger.experiment  # noqa: B018 - makes its folder, and warns if that holds files

@@ -304,6 +304,26 @@ def test_each_start_keeps_its_configuration_and_plot_says_that_a_run_changed(cap
     assert capsys.readouterr().err.splitlines() == [warning]
 
 
+# The kernel fails writes beyond this size, as if the disk were full.
+LIMITED = (
+    "import resource\n"
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+    "from lightning_rl.__main__ import run\n"
+    "run()\n"
+)
+
+
+def test_configuration_that_does_not_fit_on_the_disk_is_one_error_and_the_run_still_resumes():
+    line = ["fit", *SMALL, "--trainer.logger=false"]
+    main([*line, "--max_env_steps=64"])
+    more = ["--max_env_steps=96", "--ckpt_path=last"]
+    failed = programs.run("-c", LIMITED, *line, *more)
+    assert failed.returncode == 1
+    expected = f"lightning-rl: error: '{RUN}/config-2.yaml' could not be written: File too large"
+    assert [text for text in failed.stderr.splitlines() if "error" in text.lower()] == [expected]
+    assert main([*line, *more]).model.env_steps == 96
+
+
 @pytest.mark.parametrize("command", ["fit", "test"])
 def test_a_checkpoint_without_a_configuration_names_the_one_of_its_run(capsys, command):
     main(["fit", *SMALL, "--max_env_steps=32"])
