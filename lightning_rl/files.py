@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import pickle
+import re
 import shlex
 import subprocess
 import sys
@@ -175,8 +176,9 @@ def read_data(
         return torch.load(file, **options)  # type: ignore[no-any-return]
 
 
-class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
-    # PyYAML would use the last value of a key that occurs twice.
+class YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """Refuses a key that occurs twice, of which PyYAML uses the last value, and reads 1e-3 as a number."""
+
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         keys = set()
@@ -187,13 +189,15 @@ class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
         return node
 
 
-def read_yaml(path: str | Path, field: str) -> Any:  # YAML
-    """Return the content of a YAML file: lists and dicts of plain values.
+# As on the command line; PyYAML reads these numbers as text.
+_EXPONENT = re.compile(r"[-+]?\d[\d_]*\.?\d*[eE][-+]?\d+$")
+YamlLoader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
-    A file that is not readable YAML, names Python objects or has a key twice raises a `ConfigurationError`.
-    """
+
+def read_yaml(path: str | Path, field: str) -> Any:  # YAML
+    """Return the plain values in a YAML file; other content, or a key twice, raises a `ConfigurationError`."""
     try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueKeys)
+        return yaml.load(Path(path).read_text(encoding="utf-8"), YamlLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(f"{field}={str(path)!r} cannot be read: expected plain YAML: {why}") from error

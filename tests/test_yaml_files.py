@@ -10,6 +10,7 @@ import yaml
 
 from lightning_rl.cli.main import main
 from lightning_rl.files import read_yaml
+from lightning_rl.tools.trained import load_data
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data, make_model, make_trainer
 
@@ -66,3 +67,15 @@ def test_run_configuration_is_read(tmp_path):
     assert read_yaml(tmp_path / "config.yaml", "config") == content
     (tmp_path / "config.yaml").write_text("")
     assert read_yaml(tmp_path / "config.yaml", "config") is None
+
+
+def test_configuration_of_the_user_has_the_same_numbers_in_every_command(tmp_path):
+    config = tmp_path / "config.yaml"
+    env = "env: {reward_clip: 1e-1, kwargs: {sutton_barto_reward: 1.5e1}}"
+    config.write_text(f"model: PPO\nmax_env_steps: 1e2\ndata: {{env_id: CartPole-v1, rollout_length: 16, {env}}}\n")
+    specs = [load_data("any.ckpt", config).spec]
+    specs.append(main(["fit", f"--config={config}", "--trainer.fast_dev_run=1"]).datamodule.spec)
+    for spec in specs:
+        assert (spec.env.reward_clip, spec.env.kwargs) == (0.1, {"sutton_barto_reward": 15.0})
+    config.write_text("[1e3, 1.5E3, -1_0e-1, 1e3x, '1e3', e3]")
+    assert read_yaml(config, "config") == [1000.0, 1500.0, -1.0, "1e3x", "1e3", "e3"]

@@ -35,7 +35,7 @@ from lightning_rl.callbacks.episode_recorder import RecordAs
 from lightning_rl.cli import COMMANDS, TRAINER_COMMANDS
 from lightning_rl.distributed import causes
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.files import print_line, read_yaml, relative
+from lightning_rl.files import YamlLoader, print_line, read_yaml, relative
 from lightning_rl.options import defaults_of, types_of
 from lightning_rl.tools.trained import config_of, resolve_config
 from lightning_rl.training.parameter_groups import Part
@@ -295,7 +295,7 @@ def _content(name: str, value: str, folder: Path) -> tuple[Any, Path]:  # YAML
     try:
         path = folder / (value if name else resolve_config(value))
         if name in _FILES and path.is_file():
-            return yaml.safe_load(path.read_text()), path.parent
+            return yaml.load(path.read_text(), YamlLoader), path.parent
         return yaml.safe_load(value), folder
     except (OSError, ValueError, yaml.YAMLError):
         return None, folder
