@@ -259,9 +259,12 @@ def _is_free(handler: object) -> bool:
 
 def _is_over(trainer: Trainer) -> bool:
     # Whether the run ends with this rollout anyway: a resumed run would not know that, and train longer.
-    progress: Any = trainer.fit_loop.epoch_progress.current  # until `min_epochs`, the Trainer ignores `should_stop`
-    has_minimum = progress.processed >= (trainer.min_epochs or 0) and trainer.global_step >= (trainer.min_steps or 0)
-    return trainer.should_stop and has_minimum
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    epochs, steps = progress.processed, trainer.global_step
+    # Until `min_epochs`, the Trainer ignores `should_stop`.
+    has_minimum = epochs >= (trainer.min_epochs or 0) and steps >= (trainer.min_steps or 0)
+    is_at_limit = epochs == trainer.max_epochs or 0 <= trainer.max_steps <= steps
+    return is_at_limit or (trainer.should_stop and has_minimum)
 
 
 def _save_beside_others(trainer: Trainer) -> None:

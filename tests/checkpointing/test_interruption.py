@@ -254,6 +254,15 @@ def test_signal_in_last_rollout_lets_run_finish(interrupt, whole, tmp_path):
     assert differences(run_state(tmp_path / "last.ckpt"), whole) == []
 
 
+@pytest.mark.parametrize("limit", [{}, {"max_steps": (INTERRUPTED_IN + 1) * 6}])
+def test_signal_in_last_rollout_neither_requeues_a_run_nor_saves_it_as_interrupted(limit, slurm, interrupt, tmp_path):
+    last = INTERRUPTED_IN if limit else ROLLOUTS - 1
+    callbacks = [ModelCheckpoint(tmp_path), *interrupt("update", send(signal.SIGUSR1), last)]
+    assert run(tmp_path, *callbacks, last=False, **limit).policy_version == last + 1
+    assert not slurm.exists()
+    assert not [*tmp_path.glob("hpc_ckpt*"), *tmp_path.glob("interrupted*")]
+
+
 @pytest.mark.parametrize("minimum", [{"min_epochs": 2}, {"min_steps": ROLLOUTS * 6}])
 def test_signal_stops_a_run_that_continues_to_its_minimum_after_its_limit(minimum, interrupt, tmp_path):
     with pytest.raises(SystemExit):
