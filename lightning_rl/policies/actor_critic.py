@@ -111,7 +111,7 @@ class ActorCritic(nn.Module):
         self._mask_path = find_masks(observation_space)
         self._masks = frozenset(() if self._mask_path is None else (self._mask_path,))
         encoded_space = without(encoded_space, self._masks)
-        self.critic_only = _check_critic_only(config.critic_only, encoded_space, config.shared_encoder)
+        self.critic_only = _check_critic_only(config, encoded_space, self._mask_path)
         actor_space = without(encoded_space, self.critic_only)
         # The leading dimensions of an observation are read off one leaf that both actor and critic see.
         self._first_path, first = next(iter(space_leaves(actor_space).items()))
@@ -316,10 +316,8 @@ def _required(x: T | None, name: str) -> T:
     return x
 
 
-def _check_critic_only(
-    paths: Sequence[str] | None, space: spaces.Space[Any], shared_encoder: bool | None
-) -> frozenset[str]:
-    if not paths:
+def _check_critic_only(config: PolicyConfig, space: spaces.Space[Any], mask_path: str | None) -> frozenset[str]:
+    if not (paths := config.critic_only):
         return frozenset()
     # The parts around each leaf; `without` removes no part of a Tuple.
     keys = [path.split(".") for path in space_leaves(space)]
@@ -329,8 +327,10 @@ def _check_critic_only(
     check(not unknown, "policy.critic_only", paths, f"parts of a Dict ({', '.join(known)}), got {unknown}")
     left = space_leaves(without(space, paths))
     check(bool(left), "policy.critic_only", paths, "at least one part for the actor")
-    check(shared_encoder is not True, "policy.shared_encoder", True, f"None or False, since critic_only={list(paths)}")
-    return frozenset(paths)
+    expected = f"None or False, since critic_only={list(paths)}"
+    check(config.shared_encoder is not True, "policy.shared_encoder", True, expected)
+    hidden = (path for path in known if any(f"{path}.".startswith(f"{outer}.") for outer in paths))
+    return frozenset(path for path in hidden if not f"{mask_path}.".startswith(f"{path}."))  # the actor needs masks
 
 
 def check_modes_agree(policy: nn.Module) -> None:

@@ -40,6 +40,16 @@ def test_critic_only_parts_are_optional_in_act():
         np.testing.assert_array_equal(one, other)
 
 
+def test_actor_gets_the_masks_inside_a_part_that_only_the_critic_sees(tmp_path):
+    masks = {"mask": ActionMask(3), "deep": spaces.Dict({"mass": VECTOR}), "mass": VECTOR}
+    space = spaces.Dict({"info": spaces.Dict(masks), "place": VECTOR})
+    model = PPO(space, spaces.Discrete(3), policy={"hidden_sizes": (4,), "critic_only": ["info"]})
+    for choice, mask in enumerate(np.eye(3, dtype=np.int8)):
+        assert model.act({"info": {"mask": mask}, "place": np.zeros(3, np.float32)}) == choice
+    about = json.loads((export_policy(model, tmp_path / "policy") / "policy.json").read_text())
+    assert about["observations"].keys() == {"info", "place"} and about["observations"]["info"].keys() == {"mask"}
+
+
 def test_policy_whose_critic_alone_sees_each_entry_of_a_part_is_exported(tmp_path):
     space = spaces.Dict({"goal": spaces.Dict({"mass": VECTOR}), "place": VECTOR})
     model = PPO(space, DISCRETE, policy={"hidden_sizes": (4,), "critic_only": ["goal.mass"]})
