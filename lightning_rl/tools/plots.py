@@ -37,6 +37,7 @@ from lightning_rl.validation import ConfigurationError, as_list, check, check_in
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _STAGES = {"rollout": "training", "val": "validation", "test": "test"}
 _SUFFIXES = (".png", ".svg")
+_WITHOUT_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 _GOAL = "#555555"
 _MAX_SINGLE_RUNS = 10
 _LABEL_WIDTH = 48  # characters
@@ -118,7 +119,7 @@ def _figure(size: tuple[float, float], paths: Sequence[Path], caption: str, shar
         figure.set_layout_engine("none")  # saving one file must not change the layout of the next
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+            figure.savefig(path, metadata=_WITHOUT_DATE.get(path.suffix))
 
 
 def draw_profiles(scores: Mapping[str, Array], paths: Sequence[Path], *, label: str, confidence: float = 0.95) -> None:

@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import imageio.v3
@@ -317,6 +318,16 @@ def test_plot_command_draws_a_panel_per_environment(in_tmp_path, monkeypatch, ca
     plot(monkeypatch, "runs/acrobot", "--out=one.pdf")
     assert {path.name for path in Path().glob("v1*")} == {"v1.5.png", "v1.5.svg"}
     assert Path("one.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_equal_runs_give_equal_files_at_any_time(tmp_path):
+    pytest.importorskip("matplotlib")
+    panel = plots.Panel("", [plots.Curve("a", [series([1, 2, 3])])])
+    first, second = ([tmp_path / f"{name}{suffix}" for suffix in (".pdf", ".svg", ".png")] for name in ("a", "b"))
+    plots.draw([panel], first)
+    time.sleep(1.1)  # a date in a PDF has seconds
+    plots.draw([panel], second)
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
 def test_plot_command_draws_profiles_and_probabilities_of_improvement(in_tmp_path, monkeypatch, capsys):
