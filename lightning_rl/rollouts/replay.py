@@ -151,27 +151,33 @@ class UseLimitedBuffer(Replay):
             fields = {**fields, "weights": self._fields["weights"].new_ones(num_rows)}
         kept = slice(max(0, num_rows - self.size), num_rows)
         places = (self._next + torch.arange(kept.start, kept.stop)) % self.size
+        begin = (self._next + kept.start) % self.size
         if self._before is not None:  # for `rollback`
-            self._before[2].append((places, map_leaves(itemgetter(places), self._fields)))
-        self._put(places, map_leaves(itemgetter(kept), fields))
+            self._before[2].append((begin, map_leaves(itemgetter(places), self._fields)))
+        self._put(begin, map_leaves(itemgetter(kept), fields))
         self._uses[places] = 0
         self._next = (self._next + num_rows) % self.size
 
-    def _put(self, places: Tensor, rows: Fields) -> None:
-        map_leaves(lambda x, storage: setitem(storage, places, x.detach().cpu()), rows, self._fields)
+    def _put(self, begin: int, rows: Fields) -> None:
+        def put(x: Tensor, storage: Tensor) -> None:
+            x, until_end = x.detach(), self.size - begin
+            storage[begin : begin + len(x)].copy_(x[:until_end])  # by an index, PyTorch writes no unsigned integers
+            storage[: max(0, len(x) - until_end)].copy_(x[until_end:])
+
+        map_leaves(put, rows, self._fields)
 
     def clear(self) -> None:
         self._fields, self._next = None, 0
         self._uses.fill_(-1)
 
-    def _snapshot(self) -> tuple[Tensor, int, list[tuple[Tensor, Fields]]]:
+    def _snapshot(self) -> tuple[Tensor, int, list[tuple[int, Fields]]]:
         """Return uses and next place, and a list for the rows that `append` overwrites."""
         return self.uses, self._next, []
 
-    def _restore(self, snapshot: tuple[Tensor, int, list[tuple[Tensor, Fields]]]) -> None:
+    def _restore(self, snapshot: tuple[Tensor, int, list[tuple[int, Fields]]]) -> None:
         self._uses, self._next, overwritten = snapshot
-        for places, rows in reversed(overwritten):
-            self._put(places, rows)
+        for begin, rows in reversed(overwritten):
+            self._put(begin, rows)
 
     def sample(self, num_rows: int, generator: torch.Generator | None = None) -> Fields | None:
         """Return `num_rows` random rows; None, without counting a use, if there are fewer."""

@@ -294,6 +294,18 @@ def test_gathered_places_must_be_filled_and_different():
         buffer.append(rows([7]))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.bfloat16])
+def test_buffer_stores_and_rolls_back_numbers_of_every_dtype(dtype):
+    buffer, rows = UseLimitedBuffer(5), (torch.arange(12) % 7).view(6, 2).to(dtype)
+    buffer.append({"x": rows[:4]})
+    buffer.begin()
+    buffer.append({"x": rows[3:]})  # beyond the last place
+    assert torch.equal(buffer.gather(torch.tensor([4, 0, 1, 2, 3]))["x"], rows[[3, 4, 5, 2, 3]])
+    buffer.append({"x": rows})
+    buffer.rollback()
+    assert torch.equal(buffer.gather(torch.arange(4))["x"], rows[:4])
+
+
 def test_buffer_keeps_dtypes_and_reports_its_size():
     buffer = UseLimitedBuffer(10)
     assert buffer.num_bytes == 0
