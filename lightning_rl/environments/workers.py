@@ -33,13 +33,14 @@ from lightning_rl.environments.contract import (
     FAILURE,
     LOST,
     MAX_RESTARTS_IN_A_ROW,
+    Array,
     EnvironmentFailure,
     Failure,
     WorkerFailure,
     give_up,
     listed,
 )
-from lightning_rl.nested import Nested, map_leaves, map_space
+from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space
 from lightning_rl.validation import ConfigurationError
 
 # Seconds that all workers together have to close their environments before they are killed.
@@ -78,6 +79,7 @@ class WorkerPool(EnvironmentPool):
         # Exit codes of lost workers; None if a worker hung.
         self._lost: dict[int, str | None] = {}
         self._losses_in_a_row = [0] * self.num_envs
+        self._steps_per_answer = 1
         self.choose_ahead: ChooseAhead | None = None
         self.steps_ahead = self.num_envs > 1
         self._ahead = range(0)  # environments that already run the next step
@@ -123,6 +125,13 @@ class WorkerPool(EnvironmentPool):
             self._ahead = range(0)
             self._send(messages)
             return self._answers(list(messages))
+
+    def restore(self, records: list[dict[str, Any]]) -> tuple[Array, Nested, dict[str, Any]]:
+        # A replay takes a step for each action, after a reset.
+        self._steps_per_answer += max(len(first_leaf(record.get("actions", np.zeros(0)))) for record in records)
+        restored = super().restore(records)
+        self._steps_per_answer = 1
+        return restored
 
     def replace(self, index: int) -> tuple[Any, dict[str, Any]]:
         """Replace a lost worker and begin the next episode of its stream; return first observation and `info`.
@@ -227,7 +236,8 @@ class WorkerPool(EnvironmentPool):
         return self.timeout if self._context.get_start_method() == "fork" else max(self.timeout, _START)
 
     def _answers(self, indices: Sequence[int], timeout: float | None = None) -> list[Any]:
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        limit = self.timeout * self._steps_per_answer if timeout is None else timeout
+        deadline = time.monotonic() + min(limit, 1e6)  # `poll` takes milliseconds in 32 bits
         answers = [self._receive(index, deadline) for index in indices]
         if self._lost and not self._replaces_workers:
             raise self._failure(self._lost)

@@ -164,6 +164,27 @@ def test_replacement_uses_the_shared_memory_of_the_lost_worker():
     environments.close()
 
 
+class Slow(gymnasium.Wrapper):
+    def step(self, action):
+        time.sleep(0.1)
+        return self.env.step(action)
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_replay_of_an_episode_may_take_longer_than_the_time_limit_of_a_step(on_failure):
+    """Otherwise a run with slow environments could not resume from the middle of a long episode."""
+    env = {"wrappers": [f"{__name__}.Slow"], "on_failure": on_failure}
+    environments = make_batch("CartPole-v1", 2, backend="async", env=env)
+    environments.reset()
+    for t in range(6):
+        environments.step(np.full(2, t % 2))
+    state = environments.state_dict()
+    environments.env.timeout = 0.4
+    exact, _ = environments.load_state_dict(state)
+    environments.close()
+    assert exact.tolist() == [True, True]
+
+
 def test_time_limit_of_a_step_excludes_the_start_of_processes_that_are_not_forked(monkeypatch):
     class Spawn(type(multiprocessing.get_context("fork"))):  # type: ignore[misc]
         def get_start_method(self, allow_none=False):
