@@ -237,18 +237,21 @@ class WorkerPool(EnvironmentPool):
 
     def _answers(self, indices: Sequence[int], timeout: float | None = None) -> list[Any]:
         limit = self.timeout * self._steps_per_answer if timeout is None else timeout
-        deadline = time.monotonic() + min(limit, 1e6)  # `poll` takes milliseconds in 32 bits
-        answers = [self._receive(index, deadline) for index in indices]
+        limit = min(limit, 1e6)  # `poll` takes milliseconds in 32 bits
+        deadline = time.monotonic() + limit
+        answers = [self._receive(index, deadline, limit) for index in indices]
         if self._lost and not self._replaces_workers:
             raise self._failure(self._lost)
         return answers
 
-    def _receive(self, index: int, deadline: float) -> Any:  # any answer
+    def _receive(self, index: int, deadline: float, limit: float) -> Any:  # any answer
         if index in self._lost:
             return None
         try:
-            if not self.pipes[index].poll(max(0.0, deadline - time.monotonic())):
-                return self._lose(index, hangs=True)
+            while not self.pipes[index].poll(max(0.0, deadline - time.monotonic())):
+                if time.monotonic() < deadline + 1.0:
+                    return self._lose(index, hangs=True)
+                deadline = time.monotonic() + limit  # the run was stopped, by Ctrl-Z or a scheduler, and continued
             answer = pickle.loads(self.pipes[index].recv_bytes())
         except (EOFError, OSError):
             return self._lose(index)

@@ -185,6 +185,31 @@ def test_replay_of_an_episode_may_take_longer_than_the_time_limit_of_a_step(on_f
     assert exact.tolist() == [True, True]
 
 
+class StoppedPipe:
+    """Returns late from the first `poll`, as if Ctrl-Z had stopped the processes of the run for a while."""
+
+    def __init__(self, pipe):
+        self._pipe = pipe
+        self._waits = [lambda seconds: time.sleep(seconds + 1.5), pipe.poll]
+
+    def poll(self, seconds):
+        return self._waits.pop(0)(seconds)
+
+    def __getattr__(self, name):
+        return getattr(self._pipe, name)
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_time_limit_of_a_step_excludes_the_time_that_a_run_is_stopped(on_failure):
+    environments = make_batch("CartPole-v1", backend="async", env={"on_failure": on_failure})
+    environments.reset()
+    environments.env.timeout = 0.5
+    environments.env.pipes[0] = StoppedPipe(environments.env.pipes[0])
+    step = environments.step(np.zeros(1, np.int64))
+    environments.close()
+    assert step.valid is None
+
+
 def test_time_limit_of_a_step_excludes_the_start_of_processes_that_are_not_forked(monkeypatch):
     class Spawn(type(multiprocessing.get_context("fork"))):  # type: ignore[misc]
         def get_start_method(self, allow_none=False):
