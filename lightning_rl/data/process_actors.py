@@ -189,8 +189,11 @@ class ProcessActors(Actors):
 
     def receive(self) -> Rollout | None:
         self._check_actors()
+        begun = time.monotonic()
         ready = wait([*self._pipes, *(process.sentinel for process in self._processes)], POLL_SECONDS)
         answered = [actor for actor, pipe in enumerate(self._pipes) if pipe in ready]
+        if (stopped := time.monotonic() - begun - POLL_SECONDS) > 1.0:  # with the actors, by Ctrl-Z or a scheduler
+            self._since = [since + stopped for since in self._since]
         if not answered:
             return None
         actor = min(answered, key=lambda actor: self._since[actor])

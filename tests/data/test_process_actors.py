@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import types
 import warnings
 from pathlib import Path
 
@@ -265,6 +266,23 @@ def test_an_actor_that_hangs_is_named_and_ended():
     with pytest.raises(EnvironmentFailure, match=r"actor 0, with 2 environments .*within actors.timeout=0.5 seconds"):
         make_trainer().fit(make(data), data)
     assert time.monotonic() - begin < 20
+
+
+def test_time_limit_of_a_rollout_excludes_the_time_that_a_run_is_stopped(monkeypatch):
+    stopped, wait = [], process_actors.wait
+
+    def wait_as_if_stopped(*arguments):
+        if stopped:
+            return wait(*arguments)
+        stopped.append(1000.0)
+        return []
+
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + sum(stopped))
+    monkeypatch.setattr(process_actors, "wait", wait_as_if_stopped)
+    monkeypatch.setattr(process_actors, "time", clock)
+    data = make_actors()
+    make_trainer(max_epochs=1).fit(make(data), data)
+    assert stopped == [1000.0]
 
 
 def test_an_actor_that_is_killed_is_named_where_a_rollout_is_taken():
