@@ -212,10 +212,10 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def recorded(self) -> dict[str, Any]:
         """Return the state of the episode for `restore`, as arrays and plain values."""
-        own: Any = self.env.unwrapped
-        if self._num_logged >= MAX_LOGGED_ACTIONS and not self._has_own_state:  # the first actions may be lost
+        own: Any = self.env.unwrapped if self._has_own_state else None
+        if self._num_logged >= MAX_LOGGED_ACTIONS and own is None:  # the first actions may be lost
             return {"stream_seed": self.stream_seed, "episode": self.episode}
-        blocks = [*self._blocks, *([map_stacked(np.array, self._log)] if self._log else [])]
+        blocks = [*self._blocks, *([map_stacked(np.array, self._log)] if self._log and own is None else [])]
         return {
             "stream_seed": self.stream_seed,
             "first_episode": self._first_episode,
@@ -227,7 +227,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             "settings": self._begun_with,
             "reward_sum": self._reward_sum,
             "ends": [list(end) for end in self._ends],
-            "own": own.state_dict() if self._has_own_state else None,
+            "own": None if own is None else own.state_dict(),
         }
 
     def restore(self, record: dict[str, Any]) -> tuple[bool, Any, dict[str, Any]]:
@@ -299,7 +299,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._ends: list[list[Any]] = []  # of lives: length of the log, terminated, truncated
 
     def _stack_log(self) -> None:
-        if self._num_logged < MAX_LOGGED_ACTIONS:
+        if self._num_logged < MAX_LOGGED_ACTIONS and not self._has_own_state:
             self._blocks.append(map_stacked(np.array, self._log))
         else:
             self._blocks = []

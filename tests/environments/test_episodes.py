@@ -164,6 +164,14 @@ def test_environment_with_own_state_is_restored_without_a_log(monkeypatch):
     assert exact and observation.tolist() == [1, 3]
 
 
+@pytest.mark.parametrize("steps", [3, episodes._BLOCK])
+def test_checkpoint_of_an_environment_with_own_state_has_no_actions(steps):
+    record = played(Owner(lengths=(9, 2000)), steps).recorded()
+    assert record["own"] == {"count": steps} and len(record["actions"]) == 0
+    exact, observation, _ = SeededEpisodes(Owner(lengths=(9, 2000))).restore(record)
+    assert exact and observation.tolist() == [1, steps]
+
+
 @pytest.mark.parametrize(
     ("options", "uses_state"),
     [
