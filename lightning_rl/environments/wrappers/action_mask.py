@@ -263,8 +263,7 @@ class MaskedActions(History):
     def show(self, observations: Nested) -> Nested:
         if self._source.kind == "observation":
             return self._source.observed(observations)[1]
-        # A copy, since final observations are kept.
-        return self._source.beside(observations, map_leaves(np.copy, self.memory))
+        return self._source.beside(observations, self.memory)
 
     def _take(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
         source = self._source
