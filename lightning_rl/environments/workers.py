@@ -83,9 +83,12 @@ class WorkerPool(EnvironmentPool):
         self.choose_ahead: ChooseAhead | None = None
         self.steps_ahead = self.num_envs > 1
         self._ahead = range(0)  # environments that already run the next step
-        self.processes: list[Any] = [None] * self.num_envs
-        self.pipes: list[Any] = [None] * self.num_envs
-        with none_left_on_failure():
+        self.processes: list[Any] = []
+        self.pipes: list[Any] = []
+        # Runs before multiprocessing sends SIGTERM, which the workers ignore, and waits for them.
+        self._at_exit = functools.partial(kill, self.processes)
+        atexit.register(self._at_exit)
+        with self._guarded():
             for index in range(self.num_envs):
                 self._start(index)
             found = self._answers(range(self.num_envs), self._time_to_start())
@@ -98,9 +101,6 @@ class WorkerPool(EnvironmentPool):
                 self._share(index)
         # Returned by steps in halves, whose first half already writes its next observations to shared memory.
         self._kept = map_leaves(np.array, self.observations)
-        # Runs before multiprocessing sends SIGTERM, which the workers ignore, and waits for them.
-        self._at_exit = functools.partial(kill, self.processes)
-        atexit.register(self._at_exit)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Step every environment; raise an `EnvironmentFailure` if one raised or was lost too often in a row.
@@ -196,12 +196,13 @@ class WorkerPool(EnvironmentPool):
         return outcomes
 
     def _start(self, index: int) -> None:
-        self.pipes[index], child_pipe = multiprocessing.Pipe()
+        pipe, child_pipe = multiprocessing.Pipe()
+        self.pipes[index : index + 1] = [pipe]  # appends the first one
         args = index, CloudpickleWrapper(self._factories[index]), child_pipe
         process = self._context.Process(target=_work, args=args, name=f"Worker-{index}", daemon=True)
-        self.processes[index] = process
         with signals_waiting(), clear_mpi_env_vars():
             process.start()
+            self.processes[index : index + 1] = [process]
         child_pipe.close()
 
     def _allocate(self, space: gymnasium.Space[Any]) -> Tensor:
@@ -220,8 +221,8 @@ class WorkerPool(EnvironmentPool):
             raise gymnasium.error.ClosedEnvironmentError(f"{self} is closed")
         try:
             yield
-        except BaseException:
-            self.close(terminate=True)
+        except BaseException as error:
+            self.close(terminate=not isinstance(error, Exception))  # else environments end the programs they started
             raise
 
     def _send(self, messages: Mapping[int, Message]) -> None:

@@ -320,6 +320,44 @@ def test_environment_that_fails_does_not_keep_others_of_this_process_open(where)
     assert {*closed} == ({0, 1, 2} if where == "close" else {0, 1})
 
 
+class WithFile(gymnasium.Wrapper):
+    """Has a file while it is open, as other environments have programs, and fails in one of several processes."""
+
+    def __init__(self, env, folder, fails_in):
+        super().__init__(env)
+        self.file = Path(folder, str(os.getpid()))
+        self.fails_in = fails_in
+        try:
+            Path(folder, "first").touch(exist_ok=False)
+        except FileExistsError:
+            self.fails_in = None
+        self.fail("__init__")
+        self.file.touch()
+
+    def fail(self, where):
+        if self.fails_in == where:
+            raise OSError("the port is taken")
+
+    def step(self, action):
+        self.fail("step")
+        time.sleep(0.2)
+        return self.env.step(action)
+
+    def close(self):
+        self.file.unlink(missing_ok=True)
+        super().close()
+
+
+@pytest.mark.parametrize("where", ["step", "__init__"])
+def test_environment_that_fails_lets_those_in_other_processes_close(where, tmp_path):
+    wrapper = {"class_path": f"{__name__}.WithFile", "init_args": {"folder": str(tmp_path), "fails_in": where}}
+    with pytest.raises((EnvironmentFailure, ConfigurationError), match="the port is taken"):
+        environments = make_batch("Probe/Counter-v0", 4, backend="async", env={"wrappers": [wrapper]})
+        environments.reset()
+        environments.step(np.zeros(4, np.int64))
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
 def test_failure_to_close_does_not_hide_the_error_that_ended_the_run():
     options = {"how": "raise", "at": 2, "episode_seed": None}
     data = RolloutDataModule("Probe/Failing-v0", 2, 6, 1, env={"kwargs": options})
