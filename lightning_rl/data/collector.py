@@ -478,9 +478,9 @@ class Sampler:
         self.starts += 1
         self._last_state = None
         environments = make_environments(self.spec, self.num_envs, seeds)
+        self._collector = Collector(environments, self.rollout_length, generator, dtype, self.info_keys)
         if any(self.settings):
             environments.set_env_settings(self.settings)
-        self._collector = Collector(environments, self.rollout_length, generator, dtype, self.info_keys)
         if self._restored:
             states, self._restored = self._restored, []
             restore(self._collector, states, rank, f"{self.spec.env_id} (backend {self.spec.backend!r})")

@@ -393,3 +393,13 @@ def test_settings_that_a_checkpoint_cannot_hold_are_refused_when_they_are_set():
     data.set_env_settings({"length": slice(3)})
     with pytest.raises(ConfigurationError, match=r"^env_settings\.length=slice"):
         make_trainer().fit(make_model(data), data)
+
+
+def test_environments_that_refuse_a_setting_are_closed(monkeypatch):
+    data, closed = make_data(ENV_ID, num_envs=2), []
+    model = make_model(data)
+    monkeypatch.setattr(Adjustable, "close", lambda env: closed.append(env))
+    data.set_env_settings({"width": 3})
+    with pytest.raises(ConfigurationError, match=r"attributes=\['width'\] is not valid"):
+        make_trainer().fit(model, data)
+    assert len({*closed}) == 2
