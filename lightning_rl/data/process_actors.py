@@ -35,7 +35,6 @@ from lightning_rl.environments.contract import EnvSettings, Failure
 from lightning_rl.environments.workers import (
     kill,
     live_with_parent,
-    none_left_on_failure,
     pickle_shared,
     signals_waiting,
     start_context,
@@ -153,11 +152,15 @@ class ProcessActors(Actors):
         self._pipes: list[Connection] = []
         # Settings in the requests of each actor that it has not answered, the oldest first.
         self._requested: list[deque[EnvSettings]] = [deque() for _ in range(options.count)]
-        with signals_waiting(), none_left_on_failure():
-            self._start(context, copy_to_cpu(policy))
-            # Runs before multiprocessing's own exit handler, which sends a signal that actors ignore, and waits.
-            self._at_exit = functools.partial(kill, self._processes)
-            atexit.register(self._at_exit)
+        # Runs before multiprocessing's own exit handler, which sends a signal that actors ignore, and waits.
+        self._at_exit = functools.partial(kill, self._processes)
+        atexit.register(self._at_exit)
+        with signals_waiting():
+            try:
+                self._start(context, copy_to_cpu(policy))
+            except BaseException:
+                self.close()
+                raise
 
     def _start(self, context: Any, policy: nn.Module) -> None:  # multiprocessing types no `Process` here
         for actor in range(self.options.count):

@@ -372,17 +372,6 @@ def _exit_after(parent: Any) -> None:  # multiprocessing has no public type for 
 
 
 @contextlib.contextmanager
-def none_left_on_failure() -> Iterator[None]:
-    """Kill the processes that the block started if it raises: they ignore SIGTERM, and Python would wait at exit."""
-    before = set(multiprocessing.active_children())
-    try:
-        yield
-    except BaseException:
-        kill(set(multiprocessing.active_children()) - before)
-        raise
-
-
-@contextlib.contextmanager
 def signals_waiting() -> Iterator[None]:
     """Block the signals of `live_with_parent` in this thread, and in the processes that the block starts.
 
