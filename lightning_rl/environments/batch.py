@@ -254,15 +254,16 @@ def to_array(x: Any) -> np.ndarray[Any, Any]:
     return (x.float() if x.dtype == torch.bfloat16 else x).detach().cpu().numpy()  # NumPy has no bfloat16
 
 
-def set_vector_attributes(env: VectorEnv[Any, Any, Any], settings: EnvSettings) -> None:
-    """Set attributes of the outermost wrapper that has them, or of the vector environment itself."""
+def set_vector_attributes(env: VectorEnv[Any, Any, Any], settings: EnvSettings, originals: dict[str, Any]) -> None:
+    """Set attributes of the outermost wrapper that has them, or of the environment; restore and keep `originals`."""
     attributes, reset_options = settings
     check(not reset_options, "reset_options", reset_options, "none with backend native or torch")
-    for name, value in attributes.items():
+    for name, value in (originals | attributes).items():
         owner: Any = env
         while isinstance(owner, VectorWrapper) and not hasattr(owner, name):
             owner = owner.env
         check(hasattr(owner, name), "attributes", [name], f"attributes of the environments in {env}")
+        originals.setdefault(name, getattr(owner, name))
         setattr(owner, name, value)
 
 
@@ -350,6 +351,7 @@ class EnvironmentBatch:
         # Functions of the rows of each leaf; None for integers of a `Box`.
         self._find_bad = map_paths(find_bad, env.single_observation_space)
         self._failures: list[str] = []
+        self._originals: dict[str, Any] = {}  # attributes before their first change
         self._pool: Any = env.unwrapped if isinstance(env.unwrapped, EnvironmentPool) else None
         if self._pool is not None:
             self._pool.tracker = self._tracker
@@ -440,7 +442,7 @@ class EnvironmentBatch:
         """Change attributes and reset options; see `RolloutDataModule.set_env_settings`."""
         with self._named("set_env_settings"):
             if self._pool is None:
-                set_vector_attributes(self.env, settings)
+                set_vector_attributes(self.env, settings, self._originals)
                 return
             to_tensors(settings, "env_settings")  # raises for values that checkpoints cannot hold
             # A copy, since a caller may write into a value, such as a list of opponents, during an episode.

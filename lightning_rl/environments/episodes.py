@@ -139,6 +139,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._bounds_checked = False
         self._observation: Any = None
         self._settings: EnvSettings = {}, {}
+        self._originals: dict[str, Any] = {}  # attributes before their first change
         self._begin_log()
         # The reset options that begin a stream with a new game, if a reset may continue one.
         has_games = env.has_wrapper_attr("continued_game")
@@ -269,7 +270,8 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _reset_env(self, options: dict[str, Any] | None) -> Any:  # unchecked
         # Copies, since an environment may write into a value, which other environments and episodes share.
         attributes, reset_options = copy.deepcopy(self._settings)
-        for name, value in attributes.items():
+        for name, value in (self._originals | attributes).items():
+            self._originals.setdefault(name, self.env.get_wrapper_attr(name))
             self.env.set_wrapper_attr(name, value)
         if reset_options:
             options = {**reset_options, **(options or {})}

@@ -18,6 +18,7 @@ from lightning_rl.environments.episodes import RestartingEpisodes
 from lightning_rl.validation import ConfigurationError
 from tests import torch_environments
 from tests.helpers import MemoryLogger, assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
+from tests.probes import make_batch
 
 ENV_ID = "lightning_rl_tests/Adjustable-v0"
 
@@ -181,6 +182,31 @@ def test_a_value_that_changes_after_the_call_changes_no_environment(backend):
     assert environments.state_dict()["environments"][0]["settings"][1] == {"level": 1}
     assert environments.reset()[0].tolist() == [0, 5, 1]
     environments.close()
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_settings_take_the_place_of_earlier_settings(backend):
+    """Otherwise a resumed run, whose new environments have the last settings only, would go another way."""
+    environments = make_batch(ENV_ID, backend=backend)
+    for settings in (({"length": 9}, {"level": 2}), ({}, {})):
+        environments.set_env_settings(settings)
+        first = environments.reset().tolist()
+    state = environments.state_dict()
+    again = make_batch(ENV_ID, backend=backend)
+    exact, _ = again.load_state_dict(state)
+    environments.close()
+    again.close()
+    assert first == [[0, 5, 0]] and exact.all()
+
+
+def test_settings_of_native_environments_take_the_place_of_earlier_settings():
+    environments = make_batch("CartPole-v1", backend="native")
+    lengths = []
+    for attributes in ({"length": 0.3}, {"gravity": 1.0}, {}):
+        environments.set_env_settings((attributes, {}))
+        lengths.append((environments.env.unwrapped.length, environments.env.unwrapped.gravity))
+    environments.close()
+    assert lengths == [(0.3, 9.8), (0.5, 1.0), (0.5, 9.8)]
 
 
 def test_workers_that_replace_lost_ones_keep_the_stage():
