@@ -104,19 +104,20 @@ class ParallelEnvVector(VectorEnv):
         final_infos: list[dict[str, Any]] = [{}] * self.num_envs
         for index, env in enumerate(self.copies):
             rows = self._rows_of(index)
-            living = list(env.agents)
+            living = {*env.agents}
             reached, *answers = self._step_copy(index, map_leaves(lambda x, rows=rows: x[rows], actions))
+            remaining = {*env.agents}
+            if self.team_reward:
+                answers[0] = dict.fromkeys(living, sum(answers[0].values()))
             for row, agent in enumerate(self.agents, rows.start):
                 if agent not in living:
                     idle[row] = True
-                    if agent in env.agents:  # it joins
+                    if agent in remaining:  # it joins
                         self._rows[row], infos[row] = reached[agent], answers[-1].get(agent) or {}
                     continue
                 rewards[row], terminated[row], truncated[row], info = (x.get(agent) for x in answers)
-                if self.team_reward:
-                    rewards[row] = sum(answers[0].values())
                 ended = terminated[row] or truncated[row]
-                if ended == (agent in env.agents):
+                if ended == (agent in remaining):
                     flags = f"terminated={terminated[row]} and truncated={truncated[row]} for {agent!r}"
                     expected = "agents without those that have ended, and with all others"
                     raise Unexpected(f"returned {flags} and has agents={env.agents}: expected {expected}")
@@ -175,7 +176,8 @@ class ParallelEnvVector(VectorEnv):
             self._rows[rows] = [reached[x] if x in env.agents else self._zeros for x in self.agents]
 
     def _absent(self) -> dict[str, Array]:
-        absent = np.array([agent not in env.agents for env in self.copies for agent in self.agents])
+        living = [{*env.agents} for env in self.copies]
+        absent = np.array([agent not in those for those in living for agent in self.agents])
         return {ABSENT: absent} if absent.any() else {}
 
     def _start(
@@ -192,8 +194,8 @@ class ParallelEnvVector(VectorEnv):
         """Step a copy with the actions `[A, ...]` of its agents; return the answers of `env.step` by agent."""
         env = self.copies[index]
         self._history[index].append(map_leaves(np.copy, actions))
-        each = zip(self.agents, iterate(self._joint_action_space, actions), strict=True)
-        observations, *answers = env.step({agent: self._unpadded(agent, x) for agent, x in each if agent in env.agents})
+        each, living = zip(self.agents, iterate(self._joint_action_space, actions), strict=True), {*env.agents}
+        observations, *answers = env.step({agent: self._unpadded(agent, x) for agent, x in each if agent in living})
         return self._see(index, observations), *answers
 
     def _unpadded(self, agent: Any, action: Nested) -> Nested:

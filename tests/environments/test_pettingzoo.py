@@ -221,6 +221,25 @@ def test_state_shows_all_agents_until_they_leave(state, first, ended, alone):
     assert observations["state"].tolist() == [[0] * len(alone), alone]
 
 
+def test_team_reward_is_summed_once_for_all_agents(monkeypatch):
+    """A sum for each of 200 agents took half of the time of a step."""
+    added = []
+
+    class Counted(float):
+        def __radd__(self, other):
+            added.append(self)
+            return other + float(self)
+
+    def step(env, actions, step=Relay.step):
+        observations, rewards, *rest = step(env, actions)
+        return observations, {agent: Counted(reward) for agent, reward in rewards.items()}, *rest
+
+    monkeypatch.setattr(Relay, "step", step)
+    env = make_relays(3, team_reward=True, lives=(4, 4, 4), sizes=(3, 3, 3), choices=(5, 5, 5))
+    env.reset(seed=0)
+    assert env.step(np.zeros(3, np.int64))[1].tolist() == [33.0] * 3 and len(added) == 3
+
+
 def test_team_reward_is_the_sum_over_the_living_agents():
     rollout = collect(**RELAY, length=4, policy=Told(), num_envs=2, env={"kwargs": {"team_reward": True}})
     assert rollout.rewards.T.tolist() == [[12, 14, 0, 0], [12, 14, 13, 14]]
