@@ -49,7 +49,6 @@ class RunLock:
         try:
             fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.release()
             raise ConfigurationError(
                 f"ckpt_path: another process is still training the run in {run_dir}: wait until it ends, or give "
                 "simultaneous jobs different values of trainer.default_root_dir"

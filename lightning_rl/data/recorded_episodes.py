@@ -244,7 +244,6 @@ def write_minari(
     from minari.data_collector import EpisodeBuffer
 
     folder = folder.absolute()  # Minari joins a relative path to itself
-    folder.mkdir(parents=True, exist_ok=True)
     buffers = []
     for number, episode in enumerate(episodes):
         last = np.arange(episode.length) == episode.length - 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 
-from lightning_rl import CLEAR, IMPALA
+from lightning_rl import CLEAR, IMPALA, FailedUpdate
 from lightning_rl.nested import leaves
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.test_impala import SGD, estimated, learn, make, moved
@@ -52,6 +52,17 @@ def test_replayed_unrolls_have_the_vtrace_targets_of_older_rollouts():
     for name in ("advantages", "returns", "log_rhos", "values"):
         own, expected = getattr(replayed.estimates, name), getattr(direct.estimates, name)
         torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_parts_of_a_failed_update_keep_their_common_weight(tmp_path):
+    model = make(CLEAR)
+    rollouts = [random_rollout(model.policy, seed=seed) for seed in range(2)]
+    rollouts[1].rewards[3, 1] = float("nan")
+    with pytest.raises(FloatingPointError):
+        learn(model, rollouts, default_root_dir=tmp_path)
+    parts = FailedUpdate.load(next(tmp_path.glob("failed-update-*.pt"))).minibatch.parts
+    num_rows = sum(len(part.batch) for part in parts)
+    assert [part.batch.weight for part in parts] == pytest.approx([1 / num_rows] * 2)
 
 
 @pytest.mark.parametrize("given", [None, 1.0])

@@ -110,6 +110,17 @@ def test_architecture_decides_which_parameters_the_value_loss_trains(architectur
     assert (model.policy.critic_encoder is not None) == (architecture == "dual")
 
 
+def test_value_passes_do_not_decay_the_weights_of_a_detached_policy() -> None:
+    models = [
+        make(architecture="detached", num_minibatches=1, optimizer={"l2": {"policy": 0.1, "shared": 0.1}, **passes})
+        for passes in ({}, {"num_value_epochs": 3})
+    ]
+    for model in models:
+        fit(model, 1)  # no auxiliary phase
+    one, three = map(parameters_of, models)
+    assert {name.split(".")[1] for name in one if not torch.equal(one[name], three[name])} == {"value_head"}
+
+
 def test_the_cloning_loss_keeps_the_policy_in_the_auxiliary_phase() -> None:
     moved = {}
     for coef in (0.0, 1.0, 100.0):
