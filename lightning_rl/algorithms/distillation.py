@@ -66,12 +66,14 @@ class Distillation(PPO):
         for name in ("observation_space", "action_space", "policy.action_distribution"):
             found, expected = loaded.options[name], self.options[name]
             check(found == expected, f"teacher={path!r}: {name}", found, f"{expected!r}, as in the student")
-        check(loaded.policy.memory is None, f"teacher={path!r}: policy.memory", loaded.policy.memory, "None")
+        memory = getattr(loaded.policy, "memory", None)
+        check(memory is None, f"teacher={path!r}: policy.memory", memory, "None")
         return loaded.policy.requires_grad_(False)
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         super().check_run(trainer, rollout_shape)
-        _ = self.teacher  # loads it
+        # Loads it. Of `self.teacher`, PyTorch would hide an AttributeError: the algorithm has no attribute `teacher`.
+        type(self).teacher.__get__(self)
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Any:
         # Here and not in `loss`, which may be compiled. A student in bfloat16 gets labels in float32.

@@ -158,6 +158,26 @@ def test_teacher_that_does_not_fit_is_refused_before_training(tmp_path, given, o
     assert student.env_steps == 0
 
 
+def test_policy_of_a_teacher_needs_no_attribute_memory(tmp_path, monkeypatch):
+    data = data_of()
+    path, model = saved(tmp_path / "teacher.ckpt", data)
+    del model.policy.memory  # as in a policy of an own class
+    monkeypatch.setattr(PPO, "load_from_checkpoint", lambda *_, **__: model)
+    assert make_student(data, path).teacher is model.policy
+
+
+def test_error_in_a_teacher_of_an_own_class_is_not_hidden():
+    class Student(Distillation):
+        @property
+        def teacher(self):
+            return torch.MyPPO.load_from_checkpoint(self.options["teacher"]).policy
+
+    data = data_of()
+    student = Student(data.observation_space, data.action_space, teacher="teacher.ckpt")
+    with pytest.raises(AttributeError, match="MyPPO"):
+        make_trainer().fit(student, data)
+
+
 @pytest.mark.parametrize("option", ["rl_coef", "distillation_coef"])
 def test_negative_coefficients_are_refused(teacher, option):
     with pytest.raises(ConfigurationError, match=f"{option}=-1"):
