@@ -82,7 +82,7 @@ class Loss:
         """
         if self.part != "critic":
             parts = {"": entropies} if isinstance(entropies, Tensor) else entropies
-            means = {path: self._rows(batch).mean(x) for path, x in parts.items()}
+            means = {path: self._mean("entropy", x, batch) for path, x in parts.items()}
             total = functools.reduce(operator.add, means.values())
             self._record("entropy", total)
             for path, mean in means.items():

@@ -290,6 +290,14 @@ class LossNotMethod(Reinforce):
             self.descend(self.loss(minibatch), minibatch)
 
 
+class EntropyOfComponents(Reinforce):
+    def loss(self, batch: Batch) -> Loss:
+        loss = super().loss(batch)
+        distribution, _ = self.actor_critic(batch)
+        loss.add_entropy(-distribution.log_probs.exp() * distribution.log_probs, 0.01)  # [N, n], as of torch's Normal
+        return loss
+
+
 class AssignsAdvantages(Reinforce):
     def batch(self, rollout: Any, **per_step: Any) -> Batch:
         batch = super().batch(rollout, **per_step)
@@ -314,6 +322,7 @@ class ScheduledFirst(Reinforce):
             DescendOnRollout,
             r"descend got a Rollout: expected rows, self\.descend\(self\.loss, self\.batch\(rollout\)\)",
         ),
+        (EntropyOfComponents, r"entropy: rows have the shape \(\d+, 2\): expected \(\d+,\), one number per row"),
         (LossNotMethod, r"descend got a Loss: expected a method: descend\(self\.loss, batch\)"),
         (ScheduledFirst, r"scheduled\('temperature', \.\.\.\) needs the base class: call super\(\).__init__"),
     ],
