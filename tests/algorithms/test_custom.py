@@ -334,6 +334,21 @@ def test_mistakes_in_a_custom_algorithm_are_named(algorithm, message):
         make_trainer(max_epochs=1).fit(algorithm(data.observation_space, data.action_space), data)
 
 
+def test_policy_that_returns_a_column_of_values_is_named():
+    class Column(OneNetwork):
+        def value(self, observations: Tensor) -> Tensor:
+            return super().value(observations).unsqueeze(-1)
+
+    class ColumnPPO(PPO):
+        def make_policy(self) -> Any:
+            return Column(self.observation_space.shape[0], self.action_space.n)
+
+    data = make_data(num_envs=2, rollout_length=8)
+    model = ColumnPPO(data.observation_space, data.action_space)
+    with pytest.raises(ConfigurationError, match=r"values=\(9, 2, 1\) is not valid: expected \(9, 2\), one number per"):
+        make_trainer(max_epochs=1).fit(model, data)
+
+
 @pytest.mark.parametrize(
     ("group", "option", "value"),
     [("normalization", "observations", True), ("normalization", "values", "popart"), ("policy", "memory", "lstm")],
