@@ -200,4 +200,7 @@ class Loss:
         for factor in (weight, self.scale):
             if isinstance(factor, Tensor) or factor != 1:  # skip a useless kernel
                 value = factor * value
+        if value.dim():
+            found = tuple(value.shape)
+            raise ValueError(f"a term of the loss has the shape {found}: expected a scalar; add takes a number per row")
         self.terms.append(value)

@@ -298,6 +298,13 @@ class EntropyOfComponents(Reinforce):
         return loss
 
 
+class RowsAsScalar(Reinforce):
+    def loss(self, batch: Batch) -> Loss:
+        loss = super().loss(batch)
+        loss.add_scalar("regularization", self.actor_critic(batch)[1].square())
+        return loss
+
+
 class AssignsAdvantages(Reinforce):
     def batch(self, rollout: Any, **per_step: Any) -> Batch:
         batch = super().batch(rollout, **per_step)
@@ -323,6 +330,7 @@ class ScheduledFirst(Reinforce):
             r"descend got a Rollout: expected rows, self\.descend\(self\.loss, self\.batch\(rollout\)\)",
         ),
         (EntropyOfComponents, r"entropy: rows have the shape \(\d+, 2\): expected \(\d+,\), one number per row"),
+        (RowsAsScalar, r"a term of the loss has the shape \(\d+,\): expected a scalar; add takes a number per row"),
         (LossNotMethod, r"descend got a Loss: expected a method: descend\(self\.loss, batch\)"),
         (ScheduledFirst, r"scheduled\('temperature', \.\.\.\) needs the base class: call super\(\).__init__"),
     ],
