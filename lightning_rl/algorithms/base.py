@@ -645,9 +645,10 @@ class OnPolicyAlgorithm(LightningModule):
         self.hooks_run.add("on_train_start")
         _update_acting_policy(self)
         restore_this_rank(self, self.restored.get("ranks", []))
-        made = sum(bool(x.param_groups) for x in self.steps.all_optimizers) // self.steps.num_sets
+        made, sets = sum(bool(x.param_groups) for x in self.steps.all_optimizers), self.steps.num_sets
         expected = "one, or one for the actor and one for the critic"
-        check(0 < made <= 2, "configure_optimizers", f"{made} optimizers", expected)
+        expected += "; as many again for auxiliary phases, unless separate_aux_optimizer is false" if sets > 1 else ""
+        check(made in (sets, 2 * sets), "configure_optimizers", f"{made} optimizers", expected)
         checks.check_schedulers(self.trainer)
         checks.warn_of_untrained_parameters(self, self.steps.all_optimizers)
         for optimizer in self.steps.all_optimizers:

@@ -150,6 +150,17 @@ def test_separate_critic_optimizers_work_in_both_phases(algorithm: type[PPG], se
     assert row["aux_learning_rate"] == pytest.approx(0.5 * 3e-3)
 
 
+def test_further_optimizer_beside_auxiliary_ones_is_refused() -> None:
+    class WithDiscriminator(PPG):
+        def configure_optimizers(self) -> Any:
+            self.discriminator = torch.nn.Linear(4, 1)
+            optimizers, schedulers = super().configure_optimizers()
+            return [*optimizers, torch.optim.Adam(self.discriminator.parameters())], schedulers
+
+    with pytest.raises(ConfigurationError, match=r"3 optimizers.* unless separate_aux_optimizer is false"):
+        fit(make(WithDiscriminator), 1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
