@@ -95,6 +95,8 @@ class VMPO(OnPolicyAlgorithm):
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         super().check_run(trainer, rollout_shape)
+        expected = "the policy of super().make_policy(), whose parameter dual has η and α"
+        check(hasattr(self.policy, "dual"), "make_policy", type(self.policy).__name__, expected)
         expected = "bf16-mixed: a bfloat16 parameter would round away the steps of η and α"
         check(trainer.precision != "bf16-true", "precision", trainer.precision, expected)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rl import PPO, VMPO
+from lightning_rl import PPO, VMPO, ActorCritic
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.tools.export import export_policy
 from lightning_rl.validation import ConfigurationError
@@ -215,3 +215,12 @@ def test_rollouts_of_older_policies_raise():
     data = make_data(actors={"count": 1})
     with pytest.raises(ConfigurationError, match=r"actors\.count"):
         make_trainer().fit(VMPO(data.observation_space, data.action_space), data)
+
+
+def test_policy_without_duals_is_refused_before_training() -> None:
+    class Own(VMPO):
+        def make_policy(self) -> ActorCritic:
+            return ActorCritic(self.observation_space, self.action_space, **self.policy_options())
+
+    with pytest.raises(ConfigurationError, match=r"make_policy='ActorCritic' .* parameter dual"):
+        fit(make(Own))
