@@ -183,7 +183,7 @@ class RND(PPO):
         if loss.part != "actor":
             # Minibatches are in random order, so the first rows are a random part.
             size, count = len(batch), math.ceil(self.predictor_fraction * len(batch))
-            errors = self.policy.novelty(map_leaves(itemgetter(slice(count)), batch.observations))
+            errors = self.policy.novelty(map_leaves(lambda x: x[:count], batch.observations))
             padded = nn.functional.pad(errors * (size / max(count, 1)), (0, size - count))
             loss.add_penalty("predictor_loss", batch.mean(padded))
         return loss

@@ -92,11 +92,12 @@ def test_scheduled_options_do_not_recompile(uncompiled):
     assert_alike(model, learn(**SCHEDULES, fast_paths="none"))
 
 
-def test_rollouts_of_other_sizes_do_not_recompile(uncompiled):
+@pytest.mark.parametrize(("algorithm", "options"), [(PPO, {}), (RND, {"predictor_fraction": 0.9})])
+def test_rollouts_of_other_sizes_do_not_recompile(algorithm, options, uncompiled):
     ends = []
     for fast_paths in ("compiled", "none"):
         torch.manual_seed(0)
-        model = PPO(VECTOR, DISCRETE, **SMALL, debug={"fast_paths": fast_paths})
+        model = algorithm(VECTOR, DISCRETE, **SMALL, **options, debug={"fast_paths": fast_paths})
         rollouts = [random_rollout(model.policy, seed=seed, valid=True) for seed in range(4)]
         assert len({rollout.num_steps for rollout in rollouts}) > 1
         make_trainer().fit(model, FixedRollouts(rollouts, model))
