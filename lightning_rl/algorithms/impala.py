@@ -95,6 +95,9 @@ class IMPALA(OnPolicyAlgorithm):
         """Return a rollout in time order, with its real steps as rows of a batch."""
         self.normalizers.begin(rollout)
         steps = unroll(rollout, self.checked_weights(rollout), **per_step)
+        # Not with asynchronous actors: some ranks may have an on-policy rollout while others have none.
+        is_current = rollout.actor is None and rollout.policy_version == self.policy_version
+        steps.is_on_policy = is_current and self.normalizers.when == "after"
         set_common_weight([steps.batch])
         return steps
 
@@ -123,8 +126,7 @@ class IMPALA(OnPolicyAlgorithm):
         loss.add("policy_loss", rl.policy_gradient_loss(log_probs, advantages), batch=batch)
         loss.add_value(values, self.value_coef, returns=returns, batch=batch)
         loss.add_entropy(distribution.entropies(), self.entropy_coef, batch=batch)
-        # Not with asynchronous actors: some ranks may have an on-policy rollout while others have none.
-        if steps.rollout.actor is None and self.is_on_policy(steps.rollout):
+        if steps.is_on_policy:
             loss.watch_ratios(log_rhos)
         steps.estimates = VTraceEstimates(values.detach(), log_rhos, advantages, returns)
         return distribution, values
@@ -138,15 +140,11 @@ class IMPALA(OnPolicyAlgorithm):
         """Return V-trace targets and advantages, `[T, B]`, from log ratios and the learner's values, `[N]`."""
         rollout = copy.copy(steps.rollout)
         rollout.values = steps.grid(values, rollout.values)
-        if not self.is_on_policy(rollout):
+        if not steps.is_on_policy:
             rollout = with_recomputed_values(self.policy, rollout, rollout.values)
         log_rhos = steps.grid(log_rhos, torch.zeros_like(rollout.values))
         clips = self.clip_rho, self.clip_c, self.clip_pg_rho, self.vtrace_leak
         return self.estimator.vtrace(rollout, log_rhos, self.vtrace_lambda, *clips)
-
-    def is_on_policy(self, rollout: Rollout) -> bool:
-        """Whether the current policy, with its normalizers, collected a rollout."""
-        return rollout.policy_version == self.policy_version and self.normalizers.when == "after"
 
     def observe_targets(self, steps: Unroll) -> None:
         """Pass the value targets to the value normalizer, and log statistics of the new rollout; NaN without rows."""

@@ -33,6 +33,7 @@ from lightning_rl.fast.programs import (
     Step,
     StepProgram,
     StepState,
+    batches_of,
     constants_of,
 )
 from lightning_rl.nested import leaves
@@ -244,11 +245,8 @@ class CompiledEngine(FastEngine):
             self.captures[key] = Capture(loss_of)
         capture = self.captures[key]
         capture.compute = compute
-        if isinstance(batch, Batch):
-            weight, batch = self._scalar("weight", batch.weight), batch.replace()
-            batch.weight = cast(Any, weight)
         try:
-            with self._tensors_as_scheduled_options():
+            with self._tensors_as_numbers(batch):
                 loss = capture(batch)
                 while not (graph := cast(Graph, capture.graph)).is_understood:
                     graph.understand(loss, [x for x in self._model.parameters() if x.requires_grad])
@@ -325,13 +323,16 @@ class CompiledEngine(FastEngine):
         return tensor
 
     @contextmanager
-    def _tensors_as_scheduled_options(self) -> Iterator[None]:
-        """Replace scheduled options by scalar tensors, so that they are not constants of the graph."""
+    def _tensors_as_numbers(self, batch: Any) -> Iterator[None]:
+        """Replace scheduled options and weights of batches by scalar tensors: they are no constants of the graph."""
         # Zero and infinity stay numbers, because losses skip terms with such coefficients.
         found = [(owner, name, getattr(owner, name)) for owner, name in self._model.schedules.attributes()]
         for owner, name, value in found:
             if isinstance(value, int | float) and value != 0 and math.isfinite(value):
                 vars(owner)[name] = self._scalar((id(owner), name), value)
+        for one in batches_of(batch):  # they have a common weight
+            found.append((one, "_given_weight", vars(one)["_given_weight"]))
+            one.weight = cast(Any, self._scalar("weight", one.weight))
         try:
             yield
         finally:

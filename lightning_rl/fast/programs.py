@@ -254,9 +254,8 @@ class Capture:
 
     def __call__(self, batch: Any) -> ComputedLoss:
         """Check the guards, and return the loss."""
-        if isinstance(batch, Batch):  # the number of rows may differ between rollouts
-            for x in leaves(batch.fields):
-                maybe_mark_dynamic(x, 0)
+        for x in leaves(_of_any_length(batch)):  # numbers of rows may differ between rollouts
+            maybe_mark_dynamic(x, 0)
         return self._guarded(batch)  # type: ignore[no-any-return]
 
     def _made(self, module: GraphModule, examples: Sequence[Any]) -> Callable[..., Sequence[Tensor]]:
@@ -264,6 +263,17 @@ class Capture:
             raise RuntimeError("a number or shape that the loss depends on changes from rollout to rollout")
         self.graphs.append(Graph(self, module))
         return weakly(self.graphs[-1].__call__)
+
+
+def batches_of(given: Any) -> list[Batch]:  # what a loss takes
+    """Return the batch that a loss takes, or those of the parts of an `Unroll`."""
+    return [given] if isinstance(given, Batch) else [part.batch for part in getattr(given, "parts", ())]
+
+
+def _of_any_length(given: Any) -> Nested:
+    rollouts = [part.rollout for part in getattr(given, "parts", ())]
+    finals = [(x.final_indices, x.final_observations) for x in rollouts]
+    return *(batch.fields for batch in batches_of(given)), *finals
 
 
 def fresh(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -76,7 +76,9 @@ def in_chunks(function: Callable[[Nested], Nested], x: Nested, lead: int) -> Nes
     entries = sum(math.prod(leaf.shape[lead:]) for leaf in leaves(x))
     rows = _MAX_ROWS if first_leaf(x).is_cpu else _MAX_ROWS_ELSEWHERE
     size = max(1, min(rows, _MAX_ENTRIES // max(1, entries)) // max(1, width))
-    starts = range(0, max(len(first_leaf(x)), 1), size)  # one chunk even if a rank has no rows
+    if len(first_leaf(x)) <= size:  # also without a row; a compiled loss allows any number of rows here
+        return map_leaves(torch.clone, function(x))  # it may be a view of a parameter, which the updates change
+    starts = range(0, len(first_leaf(x)), size)
     chunks = [map_leaves(itemgetter(slice(start, start + size)), x) for start in starts]
     return map_stacked(torch.cat, [function(chunk) for chunk in chunks])
 
@@ -91,7 +93,8 @@ def with_recomputed_values(policy: Policy, rollout: Rollout, values: Tensor | No
     result, memory, unrolled = copy.copy(rollout), RecurrentState(), None
     if rollout.memory is not None:
         memory, unrolled = _rerun(cast(RecurrentPolicy, policy), rollout)
-    finals = Finals(rollout.final_indices, rollout.final_observations, memory.at(rollout.final_indices.tolist()))
+    reached_memory = None if unrolled is None else memory.at(rollout.final_indices.tolist())
+    finals = Finals(rollout.final_indices, rollout.final_observations, reached_memory)
     here, reached = estimate_values(
         policy, rollout.observations, unrolled if values is None else values, rollout.terminated, finals, memory.state
     )

@@ -42,6 +42,7 @@ class Unroll:
     Attributes:
         batch: The rows. Its field `places` has the index t · B + b of each row.
         replayed: Unroll of earlier steps that the same gradient step learns from. None: no replay.
+        is_on_policy: Whether the current policy, with its normalizers, collected the rollout.
         estimates: Estimates of the last loss. None before the first.
         distributions: Parameters of the learner's action distributions at that time, `[N, ...]`, if they are stored.
     """
@@ -49,6 +50,7 @@ class Unroll:
     rollout: Rollout
     batch: Batch
     replayed: Unroll | None = None
+    is_on_policy: bool = False
     estimates: VTraceEstimates | None = None
     distributions: Nested | None = None
 
@@ -93,7 +95,7 @@ _PARTS: dict[type[Any], tuple[str, ...]] = {
     Batch: ("fields", "sequences", "counts_all_rows", "is_normalized"),
     BatchPair: ("policy", "value"),
     Sequences: ("lengths", "starts", "memory", "burn_in", "burn_in_observations"),
-    Unroll: ("rollout", "batch", "replayed"),
+    Unroll: ("rollout", "batch", "replayed", "is_on_policy"),
 }
 _CLASS = "__class__"
 

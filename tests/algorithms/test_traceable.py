@@ -80,3 +80,25 @@ def test_losses_are_captured_as_one_graph_and_learned_with_the_same_numbers(case
     assert compiled.trainer.global_step == expected.trainer.global_step > 0
     for found, other in zip(compiled.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(found, other, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("valid", [False, True])
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("algorithm", ["IMPALA", "CLEAR"])
+def test_unrolls_of_any_policy_with_any_number_of_rows_and_ends_share_graphs(algorithm, lag, valid, monkeypatch):
+    torch.compiler.reset()
+    monkeypatch.setattr(fast.programs, "Compiled", lambda function, *_: function)
+    found = {}
+    for fast_paths in ("compiled", "none"):
+        torch.manual_seed(0)
+        options = {"policy": {"hidden_sizes": (8,)}, "debug": {"fast_paths": fast_paths}}
+        model = found[fast_paths] = getattr(lightning_rl, algorithm)(VECTOR, DISCRETE, **options)
+        rollouts = [random_rollout(model.policy, seed=seed, valid=valid) for seed in range(9)]
+        for version, rollout in enumerate(rollouts):
+            rollout.policy_version = version - lag
+        make_trainer(precision="64-true").fit(model, FixedRollouts(rollouts, model))
+    engine: Any = found["compiled"].steps.engine
+    (capture,) = engine.captures.values()
+    assert len(capture.graphs) == (1 if algorithm == "IMPALA" else 2) and not engine.failed  # with and without replay
+    for one, other in zip(found["compiled"].parameters(), found["none"].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
