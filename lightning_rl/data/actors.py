@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_rl.data.collector import Sampler
 from lightning_rl.environments import Backend
-from lightning_rl.environments.contract import ACTORS, Failure, derive_seed
+from lightning_rl.environments.contract import ACTORS, Failure, closed_on_failure, derive_seed
 from lightning_rl.environments.workers import to_shared_memory
 from lightning_rl.nested import map_leaves
 from lightning_rl.options import OrDict
@@ -168,7 +168,8 @@ class ActorSetup:
         torch.set_default_dtype(dtype)  # as the Trainer's precision plugin does
         sampler = copy.copy(self.sampler)
         sampler.starts = 0
-        sampler.start(self.seed_of(actor, first), 0, torch.device("cpu"), dtype)
+        with closed_on_failure(sampler):
+            sampler.start(self.seed_of(actor, first), 0, torch.device("cpu"), dtype)
         return sampler
 
 

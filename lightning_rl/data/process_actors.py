@@ -31,7 +31,7 @@ from lightning_rl.data.actors import (
     weights_of,
 )
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.environments.contract import EnvSettings, Failure
+from lightning_rl.environments.contract import EnvSettings, Failure, closed_on_failure
 from lightning_rl.environments.workers import (
     kill,
     live_with_parent,
@@ -155,12 +155,8 @@ class ProcessActors(Actors):
         # Runs before multiprocessing's own exit handler, which sends a signal that actors ignore, and waits.
         self._at_exit = functools.partial(kill, self._processes)
         atexit.register(self._at_exit)
-        with signals_waiting():
-            try:
-                self._start(context, copy_to_cpu(policy))
-            except BaseException:
-                self.close()
-                raise
+        with signals_waiting(), closed_on_failure(self):
+            self._start(context, copy_to_cpu(policy))
 
     def _start(self, context: Any, policy: nn.Module) -> None:  # multiprocessing types no `Process` here
         for actor in range(self.options.count):

@@ -28,7 +28,7 @@ from lightning_rl.data.actors import (
 )
 from lightning_rl.data.collector import Sampler
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.environments.contract import MAX_RESTARTS_IN_A_ROW, EnvSettings, Failure
+from lightning_rl.environments.contract import MAX_RESTARTS_IN_A_ROW, EnvSettings, Failure, closed_on_failure
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import Policy
 from lightning_rl.rollouts.rollout import Rollout
@@ -105,14 +105,11 @@ class RayActors(Actors):
         self._members: list[_Member] = []
         self._losses, self._warned_of_loss = 0, False
         self._nobody_since = time.monotonic()
-        try:
+        with closed_on_failure(self):
             self.send_policy(policy, version)
             self._warn_of_missing_resources()
             self._policy = ray.put(copy_to_cpu(policy))  # kept for actors that join later
             self._start()
-        except BaseException:
-            self.close()
-            raise
 
     def _warn_of_missing_resources(self) -> None:
         available = self._ray.cluster_resources()

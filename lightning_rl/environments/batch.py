@@ -225,9 +225,10 @@ class LocalVectorEnv(EnvironmentPool):
     def __init__(self, factories: Sequence[Factory]) -> None:
         self.envs = []  # Gymnasium before 1.3 closes them in any case
         with contextlib.ExitStack() as made:  # closes the environments that were made if the next one fails
-            self.envs = [made.enter_context(make()) for make in factories]
+            envs = [made.enter_context(make()) for make in factories]
+            super().__init__(envs)
             made.pop_all()
-        super().__init__(self.envs)
+        self.envs = envs
         self.observations = create_empty_array(self.single_observation_space, self.num_envs)
         self._servers = [EnvironmentServer(env, index, self.observations) for index, env in enumerate(self.envs)]
 

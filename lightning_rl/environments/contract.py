@@ -8,7 +8,7 @@ import functools
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import CodeType
@@ -142,6 +142,17 @@ def give_up(failure: EnvironmentFailure) -> NoReturn:
     raise EnvironmentFailure(
         f"{failure}; {MAX_RESTARTS_IN_A_ROW} restarts in a row, without a completed step in between, did not help"
     ) from failure
+
+
+@contextlib.contextmanager
+def closed_on_failure(owner: Any) -> Iterator[None]:  # an object with `close()`
+    """Close environments or their owner if the block raises; the exception of the block is the one to report."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception, SystemExit):
+            owner.close()
+        raise
 
 
 def is_failure(error: BaseException) -> bool:

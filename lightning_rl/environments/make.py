@@ -19,7 +19,14 @@ from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing, VectorGameScore
 from lightning_rl.environments.batch import EnvironmentBatch, LocalVectorEnv, NativeCartPole
-from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, role_prefix, summary
+from lightning_rl.environments.contract import (
+    EnvironmentFailure,
+    WorkerFailure,
+    closed_on_failure,
+    is_failure,
+    role_prefix,
+    summary,
+)
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.environments.registry import (
     find_spec,
@@ -89,13 +96,14 @@ def _make(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> Environment
     _, wrappers = _split_wrappers(spec)
     make = {"sync": make_pool, "async": make_pool, "envpool": make_envpool}.get(spec.backend, make_native)
     made, atari, reset_seed = make(spec, num_envs, seeds)
-    env, is_wrapped = _wrapped(made, wrappers), bool(wrappers)
-    transform = None if spec.evaluation else spec.reward_transform
-    if spec.backend == "torch":
-        spec.check_tensors()
-        return TensorEnvironments(env, seeds[0], transform, spec.evaluation, is_wrapped)
-    histories, read_repeats = spec.histories(env, _clips(atari)), _repeat_reader(spec, atari)
-    return EnvironmentBatch(env, seeds, reset_seed, histories, read_repeats, transform, spec.evaluation, is_wrapped)
+    with closed_on_failure(made):
+        env, is_wrapped = _wrapped(made, wrappers), bool(wrappers)
+        transform = None if spec.evaluation else spec.reward_transform
+        if spec.backend == "torch":
+            spec.check_tensors()
+            return TensorEnvironments(env, seeds[0], transform, spec.evaluation, is_wrapped)
+        histories, read_repeats = spec.histories(env, _clips(atari)), _repeat_reader(spec, atari)
+        return EnvironmentBatch(env, seeds, reset_seed, histories, read_repeats, transform, spec.evaluation, is_wrapped)
 
 
 def make_pool(
@@ -235,19 +243,21 @@ def _make_wrapped(spec: EnvironmentSpec, gym_spec: EnvSpec) -> gymnasium.Env[Any
     kwargs = {"disable_env_checker": True} | (atari.make_kwargs(limit) if atari else limited(limit)) | spec.env.kwargs
     with explained(spec, gym_spec):
         env: gymnasium.Env[Any, Any] = gymnasium.make(gym_spec, **kwargs)
+    with closed_on_failure(env):
         if atari:
-            env = atari.wrap(env, gym_spec.kwargs.get("repeat_action_probability", 0.0), spec.evaluation)
-    counts_all = spec.env.frame_count == "nominal"
-    if spec.env.action_repeat > 1:
-        env = ActionRepeat(env, spec.env.action_repeat, counts_all)
-    env = _wrapped(env, _split_wrappers(spec)[0])
-    frames = _frames_per_step(spec, atari)
-    if spec.filmed:
-        env = Camera(env, steps_per_second(env, atari is not None, frames))
-    if (repeat := learned_repeat(spec.env.learned_action_repeat)) is not None:
-        clips = _clips(atari)
-        env = LearnedActionRepeat(env, repeat.max, repeat.gamma, frames, spec.evaluation, clips, counts_all)
-    return env if spec.env.action_mask is None else ReadMasks(env, spec.env.action_mask)
+            with explained(spec, gym_spec):
+                env = atari.wrap(env, gym_spec.kwargs.get("repeat_action_probability", 0.0), spec.evaluation)
+        counts_all = spec.env.frame_count == "nominal"
+        if spec.env.action_repeat > 1:
+            env = ActionRepeat(env, spec.env.action_repeat, counts_all)
+        env = _wrapped(env, _split_wrappers(spec)[0])
+        frames = _frames_per_step(spec, atari)
+        if spec.filmed:
+            env = Camera(env, steps_per_second(env, atari is not None, frames))
+        if (repeat := learned_repeat(spec.env.learned_action_repeat)) is not None:
+            clips = _clips(atari)
+            env = LearnedActionRepeat(env, repeat.max, repeat.gamma, frames, spec.evaluation, clips, counts_all)
+        return env if spec.env.action_mask is None else ReadMasks(env, spec.env.action_mask)
 
 
 def _clips(atari: AtariPreprocessing | None) -> RewardTransform | None:

@@ -18,6 +18,7 @@ from lightning.pytorch import Callback
 
 from lightning_rl import CLEAR, IMPALA, PPO, LastCheckpoint, OverlappedPPO
 from lightning_rl.data import process_actors
+from lightning_rl.data.actors import ActorSetup
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.validation import ConfigurationError
 from tests import nested_probes, probes  # noqa: F401 - they register environments
@@ -258,6 +259,16 @@ def test_failed_environment_is_replaced_in_its_actor():
     with pytest.warns(UserWarning, match="environment 0 .* raised in step"):
         make_trainer(callbacks=[seen]).fit(make(data), data)
     assert sum(len(rollout.failures) for rollout in seen.rollouts) > 0
+
+
+def test_environments_of_an_actor_that_refuse_a_setting_are_closed(monkeypatch):
+    closed = []
+    monkeypatch.setattr(probes.Counter, "close", lambda env: closed.append(env))
+    data = make_data("Probe/Counter-v0", num_envs=2)
+    data.set_env_settings({"width": 3})
+    with pytest.raises(ConfigurationError, match=r"attributes=\['width'\]"):
+        ActorSetup(data._sampler, 0, 0).start_sampler(torch.nn.Linear(1, 1), 0)
+    assert len(closed) == 2
 
 
 def test_an_actor_that_hangs_is_named_and_ended():

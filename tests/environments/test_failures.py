@@ -320,6 +320,47 @@ def test_environment_that_fails_does_not_keep_others_of_this_process_open(where)
     assert {*closed} == ({0, 1, 2} if where == "close" else {0, 1})
 
 
+class Refuses(gymnasium.Wrapper):
+    def __init__(self, env):
+        raise ValueError("no such level")
+
+
+class RefusesAll(gymnasium.vector.VectorWrapper):
+    def __init__(self, env):
+        raise ValueError("no such level")
+
+
+@pytest.mark.parametrize(
+    ("env_id", "backend", "options", "message"),
+    [
+        ("Probe/Counter-v0", "sync", {"wrappers": [f"{__name__}.Refuses"]}, "no such level"),
+        ("Probe/Counter-v0", "sync", {"wrappers": [f"{__name__}.RefusesAll"]}, "no such level"),
+        ("Probe/Counter-v0", "sync", {"action_mask": "info.valid"}, "KeyError: 'valid'"),
+        ("CartPole-v1", "native", {"action_mask": "info.valid"}, "KeyError: 'valid'"),
+        ("CartPole-v1", "torch", {"frame_stack": 2}, "its default with backend='torch'"),
+    ],
+)
+def test_environments_are_closed_if_their_options_fail(env_id, backend, options, message, monkeypatch):
+    closed = []
+    for cls in (Counter, CartPoleVectorEnv):
+        monkeypatch.setattr(cls, "close", lambda env, **_: closed.append(env))
+    with pytest.raises(ConfigurationError, match=message):
+        make_environments(EnvironmentSpec(env_id, EnvConfig(**options), backend), 1, [0])
+    assert len(closed) == 1
+
+
+def test_environments_of_different_spaces_are_closed():
+    closed = []
+
+    class Closing(Counter):
+        def close(self):
+            closed.append(self)
+
+    with pytest.raises(RuntimeError, match="environment 1 has action_space="):
+        LocalVectorEnv([functools.partial(Closing, start=start) for start in (0, 1)])
+    assert len(closed) == 2
+
+
 class WithFile(gymnasium.Wrapper):
     """Has a file while it is open, as other environments have programs, and fails in one of several processes."""
 
