@@ -393,11 +393,11 @@ class EnvironmentBatch:
         except BaseException as error:  # not `_named`, which costs a microsecond
             self._raise_named(error, "step")
         self.observations = observations
-        if self._transform is not None:
-            rewards = self._transform(rewards)
         failed = self._note_failures(infos) if FAILURE in infos else ()
         if rewards.dtype.kind == "f" and not surely_finite(rewards):
             self._check_rows(partial(find_not_finite, "reward"), rewards)
+        if self._transform is not None:  # after the check, since infinity can be clipped
+            rewards = self._transform(rewards)
         ended = terminated | truncated
         valid: Array | None = None
         if failed:

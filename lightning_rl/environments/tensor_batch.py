@@ -72,7 +72,7 @@ class TensorEnvironments(EnvironmentBatch):
     def step(self, actions: Nested) -> Step:
         self._tracker.clock += 1
         with self._named("step"):
-            observations, rewards, terminated, truncated, infos, valid, ended, cut, bad = self._advance(
+            observations, rewards, terminated, truncated, infos, valid, ended, cut, bad_reward, bad = self._advance(
                 self.env, actions, self._resets_next, self._transform
             )
             if not self._is_checked:
@@ -90,7 +90,7 @@ class TensorEnvironments(EnvironmentBatch):
             infos = {key: x.clone() if isinstance(x, Tensor) else x for key, x in infos.items()}
             with self._named("reset"):
                 observations, _ = self.env.reset(options={"reset_mask": ended})
-            bad = torch.where(ended & ~cut, ~torch.isfinite(rewards), bad)  # terminal states are not learned from
+            bad = torch.where(ended & ~cut, bad_reward, bad)  # terminal states are not learned from
             for leaf in leaves(observations):
                 bad = bad | _rows_not_finite(leaf)
         self.observations = observations
@@ -134,19 +134,19 @@ def _advance(
     """Step all environments, and reset those in the mask `resets`.
 
     Return the values of `env.step`, with rewards of 0 where the step was a reset; `valid`, False there; whether the
-    episode ended; whether it was truncated only; and whether a reward or observation is NaN or infinite.
+    episode ended; whether it was truncated only; and whether the reward, or it or an observation, is NaN or infinite.
     """
     observations, rewards, terminated, truncated, infos = env.step(actions)
-    rewards = rewards if transform is None else transform(rewards)
     terminated, truncated = terminated.bool(), truncated.bool()
     valid = None if resets is None else ~resets
     if valid is not None:
         rewards = torch.where(valid, rewards, 0)
-    bad = ~torch.isfinite(rewards)
+    bad = bad_reward = ~torch.isfinite(rewards)
     for leaf in leaves(observations):
         bad = bad | _rows_not_finite(leaf)
+    rewards = rewards if transform is None else transform(rewards)  # after the check, since infinity can be clipped
     ended, cut = terminated | truncated, truncated & ~terminated
-    return observations, rewards, terminated, truncated, infos, valid, ended, cut, bad
+    return observations, rewards, terminated, truncated, infos, valid, ended, cut, bad_reward, bad
 
 
 def _rows_not_finite(x: Tensor) -> Tensor | bool:

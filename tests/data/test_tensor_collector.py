@@ -202,6 +202,24 @@ def test_non_finite_reward_names_the_environment():
         tensors.collect(policy)
 
 
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_infinite_reward_is_not_clipped(mode, ended):
+    env = Reach(3, mode=mode)
+    transform = EnvironmentSpec(ID, EnvConfig(reward_clip="abs_one")).reward_transform
+    tensors, step = TensorEnvironments(env, 0, transform), env.step
+    tensors.reset()
+
+    def spoiled(actions: Tensor) -> tuple:
+        observations, _, terminated, *rest = step(actions)
+        return observations, torch.tensor([0.0, torch.inf, 9.0]), terminated | ended, *rest
+
+    env.step = spoiled
+    assert tensors.step(torch.zeros(3, 1)).rewards.tolist() == [0, 1, 1]
+    with pytest.raises(EnvironmentFailure, match=r"^environment 1 returned"):
+        tensors.check_finite()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_final_observations_must_be_finite(monkeypatch, mode):
     """With SAME_STEP it is in no row of the rollout."""

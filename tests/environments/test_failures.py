@@ -649,6 +649,17 @@ def test_very_first_observation_must_be_finite():
         environments.reset()
 
 
+@pytest.mark.parametrize("clip", ["abs_one", "soft_asymmetric", 2.0])
+def test_infinite_reward_is_not_clipped(clip):
+    seed = derive_seed(seeds_of(1)[0], 0)
+    environments = make_batch(
+        "Probe/Failing-v0", 1, env={"reward_clip": clip}, how="inf reward", at=1, episode_seed=seed
+    )
+    environments.reset()
+    with pytest.raises(EnvironmentFailure, match=r"step 1\) returned reward inf: expected a finite number"):
+        environments.step(np.zeros(1, np.int64))
+
+
 def test_number_too_large_for_float32_is_an_error():
     error, *_ = run_until_failure(failing("1e39 reward"))
     assert "returned reward 1e+39" in str(error)
