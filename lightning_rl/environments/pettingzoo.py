@@ -137,8 +137,9 @@ class ParallelEnvVector(VectorEnv):
         return self._concatenated(), rewards, terminated, truncated, batched
 
     def close_extras(self, **kwargs: Any) -> None:
-        for env in self.copies:
-            env.close()
+        with contextlib.ExitStack() as stack:  # one that fails does not keep the others open
+            for env in self.copies:
+                stack.callback(env.close)
 
     def recorded(self) -> dict[str, Any]:
         """Return the seed, and the number and actions of the current episodes, for `restore` to replay."""

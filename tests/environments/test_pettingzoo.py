@@ -221,6 +221,18 @@ def test_state_shows_all_agents_until_they_leave(state, first, ended, alone):
     assert observations["state"].tolist() == [[0] * len(alone), alone]
 
 
+def test_copy_that_fails_to_close_does_not_keep_others_open(monkeypatch):
+    def close(env):
+        env.closed = True
+        if env is made[0]:
+            raise OSError("the game has crashed")
+
+    monkeypatch.setattr(Relay, "close", close)
+    with pytest.raises(OSError, match="the game has crashed"):
+        make_relays(6).close()
+    assert [env.closed for env in made] == [True] * 3
+
+
 def test_team_reward_is_summed_once_for_all_agents(monkeypatch):
     """A sum for each of 200 agents took half of the time of a step."""
     added = []
