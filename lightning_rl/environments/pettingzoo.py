@@ -263,6 +263,9 @@ def make_parallel_env(
     **options: Any,  # of `parallel_env`
 ) -> ParallelEnvVector:
     """Make the environments of the id `PettingZoo/<module>`, with `parallel_env` of this module."""
+    parallel_env: Any = getattr(importlib.import_module(module), "parallel_env", None)
+    expected = "a module with parallel_env; environments in which agents act in turns are not supported"
+    check(parallel_env is not None, "env_id", f"PettingZoo/{module}", expected)
     limit = {} if max_episode_steps is None else {"max_cycles": max_episode_steps}
-    make = functools.partial(importlib.import_module(module).parallel_env, **limit, **options)
+    make = functools.partial(parallel_env, **limit, **options)
     return ParallelEnvVector(make, num_envs, state=state, team_reward=team_reward)
