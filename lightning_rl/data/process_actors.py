@@ -147,7 +147,8 @@ class ProcessActors(Actors):
         self._weights.publish(policy, version)
         # Shared memory: the learner needs no more rollouts.
         self._stopped = to_shared_memory(torch.zeros(1, dtype=torch.bool))
-        self._since = [time.monotonic()] * options.count  # the start or the latest result of each actor
+        self._checked = time.monotonic()
+        self._since = [self._checked] * options.count  # the start or the latest result of each actor
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         # Settings in the requests of each actor that it has not answered, the oldest first.
@@ -188,11 +189,8 @@ class ProcessActors(Actors):
 
     def receive(self) -> Rollout | None:
         self._check_actors()
-        begun = time.monotonic()
         ready = wait([*self._pipes, *(process.sentinel for process in self._processes)], POLL_SECONDS)
         answered = [actor for actor, pipe in enumerate(self._pipes) if pipe in ready]
-        if (stopped := time.monotonic() - begun - POLL_SECONDS) > 1.0:  # with the actors, by Ctrl-Z or a scheduler
-            self._since = [since + stopped for since in self._since]
         if not answered:
             return None
         actor = min(answered, key=lambda actor: self._since[actor])
@@ -223,6 +221,10 @@ class ProcessActors(Actors):
 
     def _check_actors(self) -> None:
         limit, now = self.options.timeout, time.monotonic()
+        # Ctrl-Z or a scheduler may have stopped the run with its actors: a quarter of the limit counts at most.
+        if (stopped := now - self._checked - max(1.0, limit / 4)) > 0:
+            self._since = [min(since + stopped, now) for since in self._since]
+        self._checked = now
         for index, process in enumerate(self._processes):
             if not process.is_alive():
                 code = process.exitcode

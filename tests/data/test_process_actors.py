@@ -296,6 +296,20 @@ def test_time_limit_of_a_rollout_excludes_the_time_that_a_run_is_stopped(monkeyp
     assert stopped == [1000.0]
 
 
+def test_time_limit_of_a_rollout_excludes_the_time_that_a_run_is_stopped_during_an_update(monkeypatch):
+    stopped = []
+
+    class Stopped(Callback):
+        def on_train_batch_end(self, *arguments):
+            if not stopped:
+                stopped.append(1000.0)
+
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + sum(stopped))
+    monkeypatch.setattr(process_actors, "time", clock)
+    data = make_actors(rollout_length=1000)  # the actor still collects after the update
+    make_trainer(max_steps=2, callbacks=[Stopped()]).fit(make(data), data)
+
+
 def test_an_actor_that_is_killed_is_named_where_a_rollout_is_taken():
     """Not in the middle of an update, when the signal of the ended process arrives."""
     data = make_actors(actors={"count": 2})
