@@ -243,9 +243,10 @@ def test_environments_of_a_checkpoint_and_beside_it_are_no_other_classes(payload
             assert_refused(field.strip(), payload, message)
     for message in messages({"class_path": payload, "init_args": INIT_ARGS}):
         assert_refused("data", payload, message)
-    env_id = payload.replace(".", ":")
+    env_id, multi_agent = payload.replace(".", ":"), ("PettingZoo/untrusted", "gymnasium:PettingZoo/untrusted")
     for field, value, options in (
         ("env_id", env_id, {"env_id": env_id}),
+        *(("env_id", x, {"env_id": x, "backend": "native"}) for x in multi_agent),
         ("env.imports", "untrusted", {"env_id": "CartPole-v1", "env": {"imports": ["untrusted"]}}),
     ):
         for load in (lambda options: load_data(write_data(saved, **options)), functools.partial(beside, path)):

@@ -159,11 +159,15 @@ class EnvironmentSpec:
         choices = get_args(Backend)
         check(is_one_of(self.backend, choices), "backend", self.backend, f"one of {', '.join(choices)}")
         self.env.check(self.backend)
+        module, _, name = self.env_id.rpartition(":")
+        if parallel := parallel_module(name):
+            given = self.env.kwargs.get("module")
+            check(given is None, "env.kwargs.module", given, f"None, since {self.env_id} names the module")
         if is_loading():  # now, since the environments are made later, outside of `loading`
             for name in self.env.imports:
                 check_module("env.imports", name, name)
-            if module := self.env_id.rpartition(":")[0] or parallel_module(self.env_id):
-                check_module("env_id", self.env_id, module)
+            for name in filter(None, (module, parallel)):
+                check_module("env_id", self.env_id, name)
         for name in ("wrappers", "training_wrappers"):
             for wrapper in to_class_specs(f"env.{name}", getattr(self.env, name)):
                 import_class(f"env.{name}", wrapper["class_path"], WRAPPERS)

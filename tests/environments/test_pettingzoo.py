@@ -323,6 +323,8 @@ def test_id_names_the_module_of_a_parallel_environment():
         _ = make_data(module).observation_space
     with pytest.raises(ConfigurationError, match=r"unexpected keyword argument 'team_rewards'"):
         _ = make_data(module, backend="native", env={"kwargs": {"team_rewards": True}}).observation_space
+    with pytest.raises(ConfigurationError, match=r"env.kwargs.module='math' is not valid: expected None, since Pett"):
+        make_data(module, backend="native", env={"kwargs": {"module": "math"}})
 
 
 def test_one_row_stands_for_a_copy_but_not_in_a_run():
