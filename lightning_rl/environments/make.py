@@ -82,12 +82,11 @@ def make_environments(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) ->
     environments = _make(spec, num_envs, seeds)
     rows = environments.num_envs
     fits = rows == num_envs or (num_envs == 1 and rows == environments.num_agents)
-    if not fits:
-        environments.close()
     expected = f"{rows}, since the vector_entry_point of {spec.env_id} made {rows} environments"
     if spec.evaluation:
         expected += f"; evaluation.episodes must be at least {rows} for each rank"
-    check(fits, "evaluation.num_envs" if spec.evaluation else "num_envs", num_envs, expected)
+    with closed_on_failure(environments):
+        check(fits, "evaluation.num_envs" if spec.evaluation else "num_envs", num_envs, expected)
     return environments
 
 

@@ -14,7 +14,16 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from lightning_rl.environments.contract import ABSENT, IDLE, NUM_AGENTS, Array, Unexpected, batch_infos, derive_seed
+from lightning_rl.environments.contract import (
+    ABSENT,
+    IDLE,
+    NUM_AGENTS,
+    Array,
+    Unexpected,
+    batch_infos,
+    closed_on_failure,
+    derive_seed,
+)
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked
 from lightning_rl.validation import check
@@ -47,7 +56,12 @@ class ParallelEnvVector(VectorEnv):
     def __init__(
         self, make: Callable[[], Any], num_envs: int, *, state: State | None = None, team_reward: bool = False
     ) -> None:
-        first = make()
+        self.copies = [make()]
+        with closed_on_failure(self):
+            self._set_up(make, num_envs, state, team_reward)
+
+    def _set_up(self, make: Callable[[], Any], num_envs: int, state: State | None, team_reward: bool) -> None:
+        first = self.copies[0]
         self.agents = list(first.possible_agents)
         num_agents = len(self.agents)
         num_envs = num_agents if num_envs == 1 else num_envs
@@ -78,7 +92,7 @@ class ParallelEnvVector(VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._joint_action_space = batch_space(self.single_action_space, num_agents)
-        self.copies = [first, *(make() for _ in range(num_envs // num_agents - 1))]
+        self.copies += (make() for _ in range(num_envs // num_agents - 1))
         # The smallest values of discrete spaces, which may not contain 0.
         self._zeros = map_space(
             lambda leaf: np.full(leaf.shape or (), getattr(leaf, "start", 0), leaf.dtype), self.single_observation_space

@@ -233,6 +233,22 @@ def test_copy_that_fails_to_close_does_not_keep_others_open(monkeypatch):
     assert [env.closed for env in made] == [True] * 3
 
 
+def test_copies_are_closed_if_another_one_cannot_be_made_or_their_spaces_do_not_fit():
+    def make():
+        if len(made) == 2:
+            raise OSError("the port is taken")
+        made.append(Relay())
+        return made[-1]
+
+    made.clear()
+    with pytest.raises(OSError, match="the port is taken"):
+        ParallelEnvVector(make, 6)
+    assert [env.closed for env in made] == [True] * 2
+    with pytest.raises(ConfigurationError, match="action_space="):
+        make_relays(2, choices=(5, BOX))
+    assert [env.closed for env in made] == [True]
+
+
 def test_team_reward_is_summed_once_for_all_agents(monkeypatch):
     """A sum for each of 200 agents took half of the time of a step."""
     added = []
