@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from operator import itemgetter, setitem
 from types import SimpleNamespace
@@ -159,11 +160,19 @@ class WorkerPool(EnvironmentPool):
 
     def close_extras(self, terminate: bool = False) -> None:
         """End the workers, and kill those that do not end in time; may be called in any state."""
-        if not terminate:
-            for pipe in self.pipes:
-                with contextlib.suppress(OSError):
-                    send(pipe, None)
-        kill(self.processes, grace=0.0 if terminate else _GRACE)
+        deadline = time.monotonic() + _GRACE
+        running = [] if terminate else [pipe for pipe in self.pipes if not pipe.closed]
+        for pipe in running:
+            with contextlib.suppress(OSError):
+                send(pipe, None)
+        # A worker cannot close its environment before a large answer, such as an info with an image, has been read.
+        while running and (ready := wait(running, max(0.0, deadline - time.monotonic()))):
+            for pipe in [pipe for pipe in running if pipe in ready]:
+                try:
+                    pipe.recv_bytes()
+                except (EOFError, OSError):
+                    running.remove(pipe)
+        kill(self.processes, grace=0.0 if terminate else max(0.0, deadline - time.monotonic()))
         atexit.unregister(self._at_exit)
         for pipe in self.pipes:
             pipe.close()

@@ -382,7 +382,8 @@ class WithFile(gymnasium.Wrapper):
     def step(self, action):
         self.fail("step")
         time.sleep(0.2)
-        return self.env.step(action)
+        *values, info = self.env.step(action)
+        return *values, info | {"image": np.zeros((500, 500, 3), np.uint8)}  # more than a pipe holds
 
     def close(self):
         self.file.unlink(missing_ok=True)
