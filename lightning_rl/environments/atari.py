@@ -124,10 +124,9 @@ class FireOnReset(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._fire = env.unwrapped.get_action_meanings().index("FIRE")  # type: ignore[attr-defined]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset, then press FIRE; reset again in the rare case that this ends the episode."""
         self.env.reset(seed=seed, options=options)
         observation, _, terminated, truncated, info = self.env.step(self._fire)
-        if terminated or truncated:
+        if terminated or truncated:  # rare
             observation, info = self.env.reset(options=options)
         return observation, info
 
