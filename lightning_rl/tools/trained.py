@@ -107,20 +107,26 @@ def find_trained(given: str | Path, config: str | Path | None = None) -> Path:
 
 def _root_of(config: Path) -> Path:
     content = _content(config)
-    model, data = content.get("model"), content.get("data")
-    algorithm = model.get("class_path") if isinstance(model, dict) else model
-    env_id = data.get("init_args", data).get("env_id") if isinstance(data, dict) else None
+    data = content["data"]
+    options = (data.get("init_args") or {}) if "class_path" in data else data
+    algorithm, env_id = content["model"].get("class_path"), options.get("env_id")
     if algorithm is None or env_id is None:
         raise ConfigurationError(
             f"config={str(config)!r} has no model or no env_id: expected the configuration of a run"
         )
-    root = (content.get("trainer") or {}).get("default_root_dir")
-    return run_root(root, algorithm.rpartition(".")[2], env_id)
+    return run_root(content["trainer"].get("default_root_dir"), algorithm.rpartition(".")[2], env_id)
 
 
 def _content(config: Path) -> dict[str, Any]:
+    # With the content of the files that it names, as `fit` reads it.
     content = read_yaml(config, "config")
-    return content if isinstance(content, dict) else {}
+    content = content if isinstance(content, dict) else {}
+    for name in ("model", "data", "trainer"):
+        if isinstance(value := content.get(name), str):
+            path = config.parent / value
+            value = read_yaml(path, name) if path.is_file() else {"class_path": value}
+        content[name] = value if isinstance(value, dict) else {}
+    return content
 
 
 def config_of(path: str | Path) -> Path | None:
@@ -170,7 +176,7 @@ def load_trained(
     """
     path = find_trained(ckpt_path, config)
     packages: list[str] = as_list(trust)
-    content = None if config is None else read_yaml(config_file(config), "config")
+    content = None if config is None else _content(config_file(config))
     named = {text.rpartition(".")[0] for text in _strings(content) if _DOTTED.fullmatch(text)}
     model, data = load_algorithm(path, field="ckpt_path", trust=[*packages, *named]), load_data(path, config, packages)
     check_spaces(model, data)
@@ -209,8 +215,8 @@ def load_data(path: str | Path, config: str | Path | None = None, trust: Sequenc
 
 def _class_and_options(config: Path) -> tuple[type[RolloutDataModule], dict[str, Any]]:
     """Return the data class in a configuration and its options, without recorded episodes: playing needs none."""
-    data = _content(config).get("data")
-    if not isinstance(data, dict):
+    data = _content(config)["data"]
+    if not data:
         raise ConfigurationError(f"config={str(config)!r} has no data: expected the configuration of a run")
     if "class_path" not in data:
         return RolloutDataModule, data

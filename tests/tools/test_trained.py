@@ -94,6 +94,15 @@ def test_last_and_best_find_newest_checkpoints(checkpoint, in_tmp_path):
     content = {"data": {"class_path": "Own", "init_args": {"env_id": "x"}}, "model": "PPO"}
     Path("own.yaml").write_text(yaml.safe_dump(content | {"trainer": {"default_root_dir": "own"}}))
     assert find_trained("last", "own.yaml") == paths[5]
+    for name, part in (content | {"trainer": {"default_root_dir": "own"}}).items():
+        Path(f"parts/{name}.yaml").parent.mkdir(exist_ok=True)
+        Path(f"parts/{name}.yaml").write_text(yaml.safe_dump({"class_path": part} if name == "model" else part))
+    Path("parts/all.yaml").write_text("{model: model.yaml, data: data.yaml, trainer: trainer.yaml}\n")
+    assert find_trained("last", "parts/all.yaml") == paths[5]
+    for without in ("{num_envs: 3}", "{class_path: RolloutDataModule, init_args: null}", "RolloutDataModule", "[x]"):
+        Path("own.yaml").write_text(f"model: PPO\ndata: {without}\n")
+        with pytest.raises(ConfigurationError, match="has no model or no env_id: expected the configuration of a run"):
+            find_trained("last", "own.yaml")
     Path("own.yaml").write_text("data: {num_envs: 3}\n")
     with pytest.raises(ConfigurationError, match="has no model or no env_id: expected the configuration of a run"):
         find_trained("last", "own.yaml")
@@ -121,6 +130,9 @@ def test_run_configuration_has_precedence_over_checkpoint(run, checkpoint, tmp_p
     (tmp_path / "other.yaml").write_text("data: {env_id: CartPole-v1, num_env: 3}\n")
     with pytest.raises(ConfigurationError, match=r"other\.yaml.*num_env"):
         load_data(checkpoint, tmp_path / "other.yaml")
+    (tmp_path / "data.yaml").write_text("env_id: Acrobot-v1\n")
+    (tmp_path / "other.yaml").write_text("data: data.yaml\n")
+    assert load_data(checkpoint, tmp_path / "other.yaml").spec.env_id == "Acrobot-v1"
     assert load_data(checkpoint, "ppo/acrobot").spec.env_id == "Acrobot-v1"
     with pytest.raises(ConfigurationError, match=r"config='ppo/acrobat' does not exist: expected a file, or the name"):
         load_data(checkpoint, "ppo/acrobat")
