@@ -8,8 +8,10 @@ import os
 import pickle
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 import zipfile
@@ -30,6 +32,8 @@ _FOLDER = 0x10
 _PREFIX, _SUFFIX = ".unfinished-", ".tmp"
 # Seconds that a program which reads a file on Windows, such as an evaluation, may delay its replacement or removal.
 _PATIENCE = 30.0
+# Seconds after which a folder is of a killed process. A process on another machine has an unknown number.
+_ABANDONED = 3600.0
 
 
 class DamagedFileError(ConfigurationError):
@@ -43,8 +47,7 @@ class WriteFailure(ExplainedError):
 def check_intact(path: object, field: str = "ckpt_path", expected: str = "an intact checkpoint") -> None:
     """Compare every entry of a file from `torch.save` with its checksum, at 0.3 s per GiB in the page cache.
 
-    URLs, open files, folders and missing files are not checked. `field`, the option, and `expected`, the kind of file,
-    are for the message of the `DamagedFileError`.
+    URLs, open files, folders and missing files are not checked. `field` and `expected` are for the `DamagedFileError`.
     """
     if not isinstance(path, str | Path) or not Path(path).is_file():
         return
@@ -142,6 +145,16 @@ def when_closed(change: Callable[..., object], *paths: str | Path) -> None:
             if os.name != "nt" or time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
+
+
+def unfinished_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
+    """Return a context manager with a temporary folder, after removing the ones that killed processes have left."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for path in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another process removes it too
+            if path.is_dir() and time.time() - path.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(path)
+    return tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent)
 
 
 def _remove_unfinished(folder: Path) -> None:

@@ -25,7 +25,7 @@ from torch.export import Dim, ExportedProgram
 
 from lightning_rl import __version__
 from lightning_rl.distributed import causes
-from lightning_rl.files import write_file
+from lightning_rl.files import unfinished_folder, write_file
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_paths, nested_paths, part_at
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import acting_space, as_recurrent, tensor_conversion
@@ -109,7 +109,7 @@ def export_program(deployed: DeployedPolicy) -> ExportedProgram:
     except Exception as error:
         raise ConfigurationError(
             f"policy={type(deployed.policy).__name__} cannot be exported: expected one that torch.export can trace; "
-            f"{type(error).__name__}: {error}"
+            f"{PROGRAMS[not deployed.deterministic]} program: {type(error).__name__}: {error}"
         ) from error
     used = {node.name for node in program.graph.nodes if node.users}
     for spec in program.graph_signature.input_specs:
@@ -201,7 +201,7 @@ def save_onnx(
         raise ConfigurationError(
             f"policy={type(deployed.policy).__name__} cannot be exported to ONNX: expected other actions or networks, "
             f"programs=['greedy'] if only sampling cannot be exported, or format='torch_export'; "
-            f"{type(cause).__name__}: {cause}"
+            f"{PROGRAMS[not deployed.deterministic]} program: {type(cause).__name__}: {cause}"
         ) from error
     write_file(path, content)
 
@@ -278,8 +278,7 @@ def export_policy(
     files = _files(format, programs)
     about = describe(model, env_id, score) | {"program_format": format, "programs": files}
     text = json.dumps(about, indent=2, allow_nan=False) + "\n"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as scratch:
+    with unfinished_folder(folder.parent) as scratch:
         new = Path(scratch) / "new"
         new.mkdir()
         for name, file in files.items():

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,27 @@ def test_export_replaces_only_earlier_exports(tmp_path, exported):
         export_policy(model, tmp_path / "mine")
 
 
+def test_an_export_removes_what_a_killed_process_left_an_hour_ago(tmp_path):
+    code = (
+        "import os\n"
+        "from lightning_rl import PPO\n"
+        "from lightning_rl.tools import export\n"
+        "export._compare = lambda *_: os.kill(os.getpid(), 9)\n"
+        "from tests.tools.test_export import make\n"
+        f"export.export_policy(make('masks'), {str(tmp_path / 'policy')!r})\n"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=120)
+    (left,) = tmp_path.iterdir()
+    assert list(left.glob("new/greedy.pt2"))
+    export_policy(make("masks"), tmp_path / "policy", programs=["greedy"])
+    assert left.is_dir()  # as if it were of a process on another machine
+    os.utime(left, (time.time() - 4000,) * 2)
+    running = tmp_path / ".unfinished-running"
+    running.mkdir()
+    export_policy(make("masks"), tmp_path / "policy", programs=["greedy"])
+    assert {*tmp_path.iterdir()} == {tmp_path / "policy", running}
+
+
 def test_policy_that_cannot_be_traced_is_rejected_without_leftovers(tmp_path):
     class Branching(nn.Module):
         out_features = 3
@@ -258,6 +280,8 @@ def test_policy_that_cannot_be_traced_is_rejected_without_leftovers(tmp_path):
     model.policy.actor_encoder = Branching()
     model.policy.action_head = PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (3,)}).policy.action_head
     model.action_space = DISCRETE
+    with pytest.raises(ConfigurationError, match=r"torch\.export can trace; greedy program: "):
+        export_policy(model, tmp_path / "policy")
     with pytest.raises(ConfigurationError, match=r"policy=ActorCritic cannot be exported: .* torch\.export can trace"):
         export_policy(model, tmp_path / "policy")
     assert not list(Path(tmp_path).iterdir())
@@ -320,7 +344,7 @@ def test_onnx_samples_repeat_if_the_seed_was_set_before_the_session_was_made(tmp
 
 
 def test_missing_onnx_operator_is_named(tmp_path):
-    message = r"(?s)cannot be exported.*programs=\['greedy'\].*aten\._standard_gamma"
+    message = r"(?s)cannot be exported.*programs=\['greedy'\].*; sampled program: .*aten\._standard_gamma"
     with pytest.raises(ConfigurationError, match=message if traces_gamma() else r"can trace; .*aten\._standard_gamma"):
         export_policy(make("beta"), tmp_path / "beta", format="onnx", programs=["sampled"])
     model = make("beta").bfloat16()
