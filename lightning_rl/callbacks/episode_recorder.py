@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from lightning_rl.callbacks.video import Films, check_imageio, data_of
 from lightning_rl.data.recorded_episodes import check_can_write, write_minari
 from lightning_rl.distributed import gather_on_rank_zero, gather_ranks
-from lightning_rl.files import print_line
+from lightning_rl.files import print_line, relative
 from lightning_rl.rollouts.rollout import Episode
 from lightning_rl.validation import ConfigurationError, check, make_folder
 
@@ -108,7 +108,7 @@ class EpisodeRecorder(Callback):
         spaces = data.observation_space, data.action_space
         dataset_id = write_minari(episodes, root, name, spaces, env_id, algorithm)
         self.dataset = root / dataset_id
-        rank_zero_info(f"Minari data set: {self.dataset} (MINARI_DATASETS_PATH={root}, id {dataset_id})")
+        rank_zero_info(f"Minari data set: {self.dataset} (MINARI_DATASETS_PATH={relative(root)}, id {dataset_id})")
 
 
 class EpisodeLines(Callback):

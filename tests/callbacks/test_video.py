@@ -1,9 +1,11 @@
 """Videos: what is on them, where they go, what cannot be filmed, and that filming changes nothing else."""
 
+import contextlib
 import ctypes.util
 import importlib
 import importlib.util
 import os
+import shlex
 import sys
 import tomllib
 from pathlib import Path
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -295,16 +298,20 @@ def test_predict_writes_what_it_plays(in_tmp_path, capsys, caplog):
     assert all(np.array_equal(a.observations, b.observations) for a, b in zip(first, second, strict=True))
 
 
-def test_a_minari_data_set_is_what_was_played(tmp_path, monkeypatch):
+def test_a_minari_data_set_is_what_was_played(tmp_path, monkeypatch, caplog):
     import minari
 
+    folder = tmp_path / "my episodes"
     data = make_data(DRAWN, env={"previous_action": True}, evaluation={"episodes": 3})
-    recorder = EpisodeRecorder(tmp_path, ["minari"])
+    recorder = EpisodeRecorder(folder, ["minari"])
     model = make_model(data)
-    (episodes,) = make_trainer(callbacks=[recorder]).predict(model, data)
-    assert recorder.dataset == tmp_path / "minari/Drawn-v0/ppo-v0"
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        (episodes,) = make_trainer(callbacks=[recorder]).predict(model, data)
+    assert recorder.dataset == folder / "minari/Drawn-v0/ppo-v0"
+    root = shlex.quote(str(folder / "minari"))
+    assert f"MINARI_DATASETS_PATH={root}," in caplog.text
     assert "MINARI_DATASETS_PATH" not in os.environ
-    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(folder / "minari"))
     found = list(minari.load_dataset("Drawn-v0/ppo-v0").iterate_episodes())
     ours = RecordedEpisodes(DRAWN, f"minari:{recorder.dataset}", env={"previous_action": True})
     assert len(found) == 3 and len(ours._steps["rewards"]) == 15
@@ -315,7 +322,25 @@ def test_a_minari_data_set_is_what_was_played(tmp_path, monkeypatch):
         assert other.terminations.tolist() == [False] * 4 + [True] and not other.truncations.any()
     # The next prediction with the same data is not recorded.
     make_trainer().predict(model, data)
-    assert [path.name for path in (tmp_path / "minari/Drawn-v0").glob("ppo*")] == ["ppo-v0"]
+    assert [path.name for path in (folder / "minari/Drawn-v0").glob("ppo*")] == ["ppo-v0"]
+
+
+class _Interrupts(Callback):
+    def on_predict_batch_end(self, *_: object) -> None:
+        raise RuntimeError("interrupted")
+
+
+@pytest.mark.parametrize("others", [[], [_Interrupts()]])
+def test_a_later_prediction_with_the_same_data_is_not_filmed(others, tmp_path):
+    data = make_data(DRAWN)
+    model = make_model(data)
+    trainer = make_trainer(callbacks=[EpisodeRecorder(tmp_path, ["video"]), *others])
+    with pytest.raises(RuntimeError, match="interrupted") if others else contextlib.nullcontext():
+        trainer.predict(model, data)
+    for path in [*tmp_path.glob("*.mp4")]:
+        path.unlink()
+    make_trainer().predict(model, data)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_played(tmp_path):
