@@ -23,7 +23,7 @@ from lightning_rl.checkpointing.run_folders import configurations
 from lightning_rl.files import read_yaml
 from lightning_rl.nested import leaves, nested_paths
 from lightning_rl.training.warning_filters import drop_messages
-from lightning_rl.validation import ConfigurationError, check
+from lightning_rl.validation import ConfigurationError, as_list, check
 
 Array = np.ndarray[Any, Any]
 Statistic = Literal["iqm", "mean"]
@@ -222,7 +222,8 @@ def _read_log(folder: Path) -> Log:
     seeds = {key: seed for key in _SEEDS if (seed := first.get(key)) is not None and seed is not False}
     # An option that is null equals one that is missing: a configuration need not name it.
     others = {k: x for k, x in settings.items() if x is not None and not k.startswith(_NOT_SETTINGS)}
-    for callback in settings.get("trainer.callbacks") or []:  # of these, only a curriculum makes another experiment
+    callbacks = (configs[-1].get("trainer") or {}).get("callbacks") if configs else None
+    for callback in as_list(callbacks):  # of these, only a curriculum makes another experiment
         if isinstance(callback, dict) and str(callback.get("class_path")).endswith("Curriculum"):
             others["curriculum"] = callback.get("init_args")
     return Log(folder, others, _read_scalars(folder), _key(seeds) if seeds else None, run, changed)

@@ -108,12 +108,14 @@ def test_runs_of_scripts_with_other_options_are_other_curves(tmp_path):
     }
 
 
-def test_runs_with_and_without_curriculum_are_two_curves(tmp_path):
+@pytest.mark.parametrize("is_list", [True, False])
+def test_runs_with_and_without_curriculum_are_two_curves(is_list, tmp_path):
     for seed, name in enumerate(("Curriculum", "EnvStepLimit")):
         write_run(tmp_path / f"version_{seed}", [seed], seed)
         callback = {"class_path": f"lightning_rl.{name}", "init_args": {"stages": [{"attributes": {"length": 0.1}}]}}
+        callbacks = [callback] if is_list else callback
         path = tmp_path / f"version_{seed}" / "config.yaml"
-        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"trainer": {"callbacks": [callback]}}))
+        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"trainer": {"callbacks": callbacks}}))
     with_it, without = by_experiment(find_logs(tmp_path))
     assert with_it == "PPO, curriculum={'stages': [{'attributes': {'length': 0.1}}]} (CartPole-v1)"
     assert without == "PPO, curriculum=None (CartPole-v1)"
