@@ -251,7 +251,6 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self._due = state_dict["due"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
         self._last = env_steps_of(pl_module) // self.every_n_env_steps
 
     def on_train_batch_end(

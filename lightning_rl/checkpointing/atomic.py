@@ -98,7 +98,6 @@ class LastCheckpoint(ModelCheckpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """Save if the interval is over, after the same rollout on all ranks."""
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         # Private to Lightning 2.6, which would not save again before the next gradient step.
         self._last_global_step_saved = -1
         if self.train_time_interval is None or validates_now(trainer) or ends_epoch(trainer):
