@@ -190,7 +190,7 @@ def read_data(
 
 
 class YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses a key that occurs twice, of which PyYAML uses the last value, and reads 1e-3 as a number."""
+    """Refuses a key that occurs twice, of which PyYAML uses the last value; reads values as the command line does."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -202,9 +202,11 @@ class YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
         return node
 
 
-# As on the command line; PyYAML reads these numbers as text.
+# PyYAML reads these numbers and None as text, and dates as objects.
 _EXPONENT = re.compile(r"[-+]?\d[\d_]*\.?\d*[eE][-+]?\d+$")
 YamlLoader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+YamlLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("None$"), ["N"])
+YamlLoader.add_constructor("tag:yaml.org,2002:timestamp", YamlLoader.construct_yaml_str)
 
 
 def read_yaml(path: str | Path, field: str) -> Any:  # YAML

@@ -7,6 +7,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import yaml
+from jsonargparse import get_loader
 
 from lightning_rl.cli.main import main
 from lightning_rl.files import read_yaml
@@ -21,7 +22,7 @@ BAD = {
     ),
     "name": ("data: !!python/name:os.system\n", "could not determine a constructor for the tag"),
     "depth": ("[\n" * 3000, "recursion"),  # torch.compile raises Python's limit to 2000
-    "date": ("data: 2001-99-99\n", "month must be in 1..12"),
+    "number": ("data: 0x_\n", "invalid literal for int"),
     "bytes": (b"data: \xff\xfe\n", "can't decode byte"),
     "control": ("data: \x00\n", "special characters are not allowed"),
     "documents": ("a: 1\n---\nb: 1\n", "expected a single document"),
@@ -79,3 +80,15 @@ def test_configuration_of_the_user_has_the_same_numbers_in_every_command(tmp_pat
         assert (spec.env.reward_clip, spec.env.kwargs) == (0.1, {"sutton_barto_reward": 15.0})
     config.write_text("[1e3, 1.5E3, -1_0e-1, 1e3x, '1e3', e3]")
     assert read_yaml(config, "config") == [1000.0, 1500.0, -1.0, "1e3x", "1e3", "e3"]
+    for text in (
+        "None",
+        "null",
+        "'None'",
+        "Nones",
+        "2026-01-31",
+        "2001-99-99",
+        "{start: 2026-01-31 12:00:00, end: None}",
+        "1:30",
+    ):
+        config.write_text(text)
+        assert read_yaml(config, "config") == get_loader("yaml_with_none")(text)
