@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_rl.callbacks.env_steps import EnvStepWriter
+from lightning_rl.files import unfinished_folder
 from lightning_rl.nested import Nested
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.tools.export import (
@@ -103,7 +104,8 @@ class PolicyExport(EnvStepWriter):
             # By time: exports of an earlier, longer run may have larger steps.
             exports = folder.glob(FOLDER_PATTERN.format("*") + f"/{METADATA}")
             for old in sorted(exports, key=lambda path: path.stat().st_mtime_ns)[: -self.keep]:
-                shutil.rmtree(old.parent)
+                with unfinished_folder(folder) as scratch:  # a part of an export could not be replaced
+                    os.replace(old.parent, Path(scratch) / "old")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (found := trainer.callback_metrics.get("val/episode_return")) is not None and not trainer.sanity_checking:

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Iterable
 from datetime import timedelta
@@ -615,6 +616,22 @@ def test_exports_of_an_earlier_longer_run_make_room_for_those_of_a_new_one(tmp_p
     assert exports_of(tmp_path) == [64, 160]
     fit(PolicyExport(50, tmp_path, keep=2, programs=GREEDY), EnvStepLimit(96))
     assert exports_of(tmp_path) == [64, 96]
+
+
+def test_run_that_was_killed_while_it_removed_an_export_can_be_repeated(tmp_path, monkeypatch):
+    remove = shutil.rmtree
+
+    def killed(path: str, *args: Any, **kwargs: Any) -> None:
+        for found in Path(path).rglob("policy.json"):
+            found.unlink()
+            raise SystemExit
+        remove(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(shutil, "rmtree", killed)
+        fit(PolicyExport(32, tmp_path, keep=1, programs=GREEDY), EnvStepLimit(96))
+    fit(PolicyExport(32, tmp_path, keep=1, programs=GREEDY), EnvStepLimit(96))
+    assert [path.name for path in tmp_path.glob("step=*")] == ["step=96"]
 
 
 def test_all_policies_are_kept_beside_the_log_unless_told_otherwise(tmp_path):
