@@ -17,7 +17,7 @@ from lightning_rl.policies.interface import Policy, RecurrentPolicy
 from lightning_rl.policies.recurrent import RecurrentState
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.validation import check
+from lightning_rl.validation import ConfigurationError
 
 # Limits of a forward pass, which bound its memory: rows, on a CPU and elsewhere, and entries of observations.
 _MAX_ROWS, _MAX_ROWS_ELSEWHERE, _MAX_ENTRIES = 8192, 2**17, 2**24
@@ -59,8 +59,12 @@ def estimate_values(
         last = map_leaves(itemgetter(-1), observations)
         last_value = policy.value(last) if last_memory is None else policy.value(last, last_memory)
         all_values = torch.cat([values, last_value[None]])
-    expected = f"{(len(terminated) + 1, *terminated.shape[1:])}, one number per observation"
-    check(all_values.dim() == 2, "make_policy: shape of the policy's values", tuple(all_values.shape), expected)
+    if all_values.dim() != 2:
+        found, expected = tuple(all_values.shape), (len(terminated) + 1, *terminated.shape[1:])
+        raise ConfigurationError(
+            f"make_policy: shape of the policy's values={found} is not valid: expected {expected}, one number per "
+            "observation"
+        )
     next_values = all_values[1:].clone()
     if len(finals.indices):
         reached = (finals.observations,) if finals.memory is None else (finals.observations, finals.memory)
