@@ -32,7 +32,7 @@ _FOLDER = 0x10
 _PREFIX, _SUFFIX = ".unfinished-", ".tmp"
 # Seconds that a program which reads a file on Windows, such as an evaluation, may delay its replacement or removal.
 _PATIENCE = 30.0
-# Seconds after which a folder is of a killed process. A process on another machine has an unknown number.
+# Age in seconds of a folder that a killed process left. By age, since the process may run on another machine.
 _ABANDONED = 3600.0
 
 
@@ -148,7 +148,7 @@ def when_closed(change: Callable[..., object], *paths: str | Path) -> None:
 
 
 def unfinished_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
-    """Return a context manager with a temporary folder, after removing the ones that killed processes have left."""
+    """Make a temporary folder for a `with` statement; first remove old folders that killed processes left there."""
     parent.mkdir(parents=True, exist_ok=True)
     for path in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another process removes it too

@@ -72,7 +72,7 @@ class Distillation(PPO):
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         super().check_run(trainer, rollout_shape)
-        # Loads it. Of `self.teacher`, PyTorch would hide an AttributeError: the algorithm has no attribute `teacher`.
+        # Loads it. If the property raised an AttributeError, `self.teacher` would say that there is no such attribute.
         type(self).teacher.__get__(self)
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Any:

@@ -221,7 +221,7 @@ class ProcessActors(Actors):
 
     def _check_actors(self) -> None:
         limit, now = self.options.timeout, time.monotonic()
-        # Ctrl-Z or a scheduler may have stopped the run with its actors: a quarter of the limit counts at most.
+        # Ctrl-Z or a scheduler may have stopped the run with its actors: at most a quarter of the limit counts.
         if (stopped := now - self._checked - max(1.0, limit / 4)) > 0:
             self._since = [min(since + stopped, now) for since in self._since]
         self._checked = now

@@ -231,7 +231,7 @@ class WorkerPool(EnvironmentPool):
         try:
             yield
         except BaseException as error:
-            self.close(terminate=not isinstance(error, Exception))  # else environments end the programs they started
+            self.close(terminate=not isinstance(error, Exception))  # not at once: environments end their programs
             raise
 
     def _send(self, messages: Mapping[int, Message]) -> None:

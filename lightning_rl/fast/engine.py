@@ -324,7 +324,7 @@ class CompiledEngine(FastEngine):
 
     @contextmanager
     def _tensors_as_numbers(self, batch: Any) -> Iterator[None]:
-        """Replace scheduled options and weights of batches by scalar tensors: they are no constants of the graph."""
+        """Replace scheduled options and weights of batches by scalar tensors, so that they are not graph constants."""
         # Zero and infinity stay numbers, because losses skip terms with such coefficients.
         found = [(owner, name, getattr(owner, name)) for owner, name in self._model.schedules.attributes()]
         for owner, name, value in found:

@@ -118,7 +118,7 @@ def _root_of(config: Path) -> Path:
 
 
 def _content(config: Path) -> dict[str, Any]:
-    # With the content of the files that it names, as `fit` reads it.
+    # With the content of files that the configuration names, as in `fit`.
     content = read_yaml(config, "config")
     content = content if isinstance(content, dict) else {}
     for name in ("model", "data", "trainer"):
