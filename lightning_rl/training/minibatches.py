@@ -86,7 +86,9 @@ Reduction = Literal["mean", "sum"]
 
 def reduction_scale(reduction: Reduction, batch: Batch) -> float:
     """Return the factor that turns a mean into the reduction: 1, or the number of rows of all ranks."""
-    return 1.0 if reduction == "mean" or not batch.weight else world_size() / batch.weight
+    # A compiled loss has a tensor as weight, which is not 0 and cannot be compared.
+    has_rows = isinstance(batch.weight, Tensor) or batch.weight != 0
+    return world_size() / batch.weight if reduction == "sum" and has_rows else 1.0
 
 
 Minibatch = Batch | BatchPair | Unroll

@@ -49,6 +49,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "clear": ("CLEAR", CONTINUOUS, {}),
     "behaviour_cloning": ("BehaviourCloning", DISCRETE, {}),
     "critic_pretraining": ("CriticPretraining", DISCRETE, {}),
+    "critic_pretraining_sum": ("CriticPretraining", DISCRETE, {"reduction": "sum"}),
     "overlapped": ("OverlappedPPO", DISCRETE, {}),
     "rnd": ("RND", DISCRETE, {}),
     "distillation": ("Distillation", DISCRETE, {"teacher": "teacher.ckpt"}),
@@ -82,16 +83,18 @@ def test_losses_are_captured_as_one_graph_and_learned_with_the_same_numbers(case
         torch.testing.assert_close(found, other, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("valid", [False, True])
+@pytest.mark.parametrize(("valid", "reduction"), [(False, "mean"), (True, "mean"), (True, "sum")])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("algorithm", ["IMPALA", "CLEAR"])
-def test_unrolls_of_any_policy_with_any_number_of_rows_and_ends_share_graphs(algorithm, lag, valid, monkeypatch):
+def test_unrolls_of_any_policy_with_any_number_of_rows_and_ends_share_graphs(
+    algorithm, lag, valid, reduction, monkeypatch
+):
     torch.compiler.reset()
     monkeypatch.setattr(fast.programs, "Compiled", lambda function, *_: function)
     found = {}
     for fast_paths in ("compiled", "none"):
         torch.manual_seed(0)
-        options = {"policy": {"hidden_sizes": (8,)}, "debug": {"fast_paths": fast_paths}}
+        options = {"policy": {"hidden_sizes": (8,)}, "debug": {"fast_paths": fast_paths}, "reduction": reduction}
         model = found[fast_paths] = getattr(lightning_rl, algorithm)(VECTOR, DISCRETE, **options)
         rollouts = [random_rollout(model.policy, seed=seed, valid=valid) for seed in range(9)]
         for version, rollout in enumerate(rollouts):
