@@ -266,7 +266,7 @@ class Capture:
 
 
 def batches_of(given: Any) -> list[Batch]:  # what a loss takes
-    """Return the batch that a loss takes, or those of the parts of an `Unroll`."""
+    """Return all batches that a loss takes: a single one, or one for each part of an `Unroll`."""
     return [given] if isinstance(given, Batch) else [part.batch for part in getattr(given, "parts", ())]
 
 

@@ -117,7 +117,7 @@ class Loss:
         self.has_value = True
         if self.part == "actor":
             return
-        rows = self.batch if batch is None else batch
+        rows = self._rows(batch)
         values, returns = self.normalized(values, rows.returns if returns is None else returns)
         if clip_range is None:
             losses = rl.value_loss(values, returns, huber_delta)
@@ -181,13 +181,16 @@ class Loss:
         return tuple(everything), torch.stack([*everything.values()]), tuple(self.observed)
 
     def _mean(self, name: str, rows: Tensor, batch: Batch | None) -> Tensor:
-        own = self.batch if batch is None else batch
+        own = self._rows(batch)
         if rows.shape != (len(own),):
             raise ValueError(
                 f"{name}: rows have the shape {tuple(rows.shape)}: expected ({len(own)},), one number per row of the "
                 "batch; use add_scalar for a term that is not a mean over rows"
             )
         return own.mean(rows)
+
+    def _rows(self, batch: Batch | None) -> Batch:
+        return self.batch if batch is None else batch
 
     def _record(self, name: str, value: Tensor) -> None:
         known = self.metrics.get(name)

@@ -42,7 +42,7 @@ class Unroll:
     Attributes:
         batch: The rows. Its field `places` has the index t · B + b of each row.
         replayed: Unroll of earlier steps that the same gradient step learns from. None: no replay.
-        is_on_policy: Whether the current policy, with its normalizers, collected the rollout.
+        is_on_policy: Whether the current policy, with its normalizers, collected the rollout; false with actors.
         estimates: Estimates of the last loss. None before the first.
         distributions: Parameters of the learner's action distributions at that time, `[N, ...]`, if they are stored.
     """
