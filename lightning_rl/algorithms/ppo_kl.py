@@ -102,7 +102,7 @@ class PPOKLPenalty(PPO):
 
     def penalized_kl(self, batch: Batch, distribution: Distribution) -> Tensor:
         """Return the mean KL(old ‖ new) over the rows of a minibatch on all ranks, for the penalties."""
-        return mean_of_all_ranks(batch.mean(divergence(batch, distribution)))
+        return mean_of_all_ranks(batch.mean(divergence(batch, distribution), "kl"))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the state; β starts with `initial_kl_coef` if either run has no adaptive penalty."""
@@ -121,4 +121,4 @@ class PPOKLPenalty(PPO):
             rows = in_chunks(lambda x: divergence(Batch(x), self.policy(x["observations"])[0]), batch.fields, lead=1)
         else:
             rows = divergence(batch, self.actor_critic(batch)[0])
-        return mean_of_all_ranks(batch.mean(rows))
+        return mean_of_all_ranks(batch.mean(rows, "kl"))

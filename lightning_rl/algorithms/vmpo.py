@@ -121,7 +121,7 @@ class VMPO(OnPolicyAlgorithm):
         loss.add_scalar(
             "temperature_loss", rl.vmpo_temperature_loss(advantages, temperature, self.temperature_epsilon, weights)
         )
-        kl = mean_of_all_ranks(batch.mean(divergence(batch, distribution)))
+        kl = mean_of_all_ranks(batch.mean(divergence(batch, distribution), "kl"))
         loss.add_scalar(None, rl.lagrangian(kl, kl_coef, self.kl_epsilon))
         loss.add_value(values, self.value_coef)
         loss.observe(kl=kl, temperature=temperature, kl_coef=kl_coef)

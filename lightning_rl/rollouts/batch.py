@@ -103,8 +103,16 @@ class Batch:
         """Return the entries of `x`, `[N]`, of the rows with a weight other than 0."""
         return x[self.weights != 0] if "weights" in self.fields else x
 
-    def mean(self, x: Tensor) -> Tensor:
-        """Return the mean of `x`, `[N]`, over the rows of all ranks (see `weight`); rows of weight 0 may be NaN."""
+    def mean(self, x: Tensor, name: str = "x") -> Tensor:
+        """Return the mean of `x`, `[N]`, over the rows of all ranks (see `weight`); rows of weight 0 may be NaN.
+
+        A `ValueError` begins with `name` if `x` does not have one number per row.
+        """
+        if x.shape != (len(self),):
+            raise ValueError(
+                f"{name}: rows have the shape {tuple(x.shape)}: expected ({len(self)},), one number per row of the "
+                "batch; Loss.add_scalar takes a term that is not a mean over rows"
+            )
         # Such a NaN still reaches the gradient of what it was computed from.
         if "weights" in self.fields:
             x = torch.where(self.weights != 0, x, 0) * self.weights.to(x.dtype)

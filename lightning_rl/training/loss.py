@@ -68,7 +68,7 @@ class Loss:
         Raises a `ValueError` if `rows` does not have one number per row.
         """
         if self.part != "critic":
-            mean = self._mean(name, rows, batch)
+            mean = self._rows(batch).mean(rows, name)
             self._record(name, mean)
             self._sum(mean, weight)
 
@@ -82,7 +82,7 @@ class Loss:
         """
         if self.part != "critic":
             parts = {"": entropies} if isinstance(entropies, Tensor) else entropies
-            means = {path: self._mean("entropy", x, batch) for path, x in parts.items()}
+            means = {path: self._rows(batch).mean(x, "entropy") for path, x in parts.items()}
             total = functools.reduce(operator.add, means.values())
             self._record("entropy", total)
             for path, mean in means.items():
@@ -124,7 +124,7 @@ class Loss:
         else:
             (old_values,) = self.normalized(rows.values)
             losses = rl.clipped_value_loss(values, returns, old_values, clip_range, huber_delta)
-        mean = rows.mean(losses)
+        mean = rows.mean(losses, name)
         self._record(name, mean)
         self._sum(mean, weight)
 
@@ -167,11 +167,13 @@ class Loss:
         if self.part != "critic":
             with torch.no_grad():
                 for name, x in rows.items():
-                    self.observed[name] = self._mean(name, x, batch) if x.dim() else x.detach()
+                    self.observed[name] = self._rows(batch).mean(x, name) if x.dim() else x.detach()
 
     def stop_above(self, name: str, limit: float) -> None:
         """Stop the updates from this rollout if an observed mean over all ranks exceeds a limit."""
         if self.part != "critic":
+            if name not in self.observed and name not in self.metrics:
+                raise ValueError(f"stop_above({name!r}): expected a name that was observed or added before")
             self.limits[name] = limit
 
     @property
@@ -179,15 +181,6 @@ class Loss:
         """Names and values of all recorded numbers, and the names of those that may be NaN or infinite."""
         everything = self.metrics | {"loss": self.total.detach()} | self.observed
         return tuple(everything), torch.stack([*everything.values()]), tuple(self.observed)
-
-    def _mean(self, name: str, rows: Tensor, batch: Batch | None) -> Tensor:
-        own = self._rows(batch)
-        if rows.shape != (len(own),):
-            raise ValueError(
-                f"{name}: rows have the shape {tuple(rows.shape)}: expected ({len(own)},), one number per row of the "
-                "batch; use add_scalar for a term that is not a mean over rows"
-            )
-        return own.mean(rows)
 
     def _rows(self, batch: Batch | None) -> Batch:
         return self.batch if batch is None else batch

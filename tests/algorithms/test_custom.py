@@ -2,13 +2,14 @@
 
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl import PPO, ActorCritic, OnPolicyAlgorithm, PolicyOutput
+from lightning_rl import PPO, ActorCritic, OnPolicyAlgorithm, PolicyOutput, PPOKLPenalty
 from lightning_rl.cli.main import main
 from lightning_rl.policies.distributions import Categorical
 from lightning_rl.policies.normalization import ValueNormalizer
@@ -305,6 +306,21 @@ class RowsAsScalar(Reinforce):
         return loss
 
 
+class StopsAboveUnknown(Reinforce):
+    def loss(self, batch: Batch) -> Loss:
+        loss = super().loss(batch)
+        loss.stop_above("approx_kl", 0.1)
+        return loss
+
+
+class MeanOfComponents(PPOKLPenalty):
+    """Its distribution returns the KL divergence of each component."""
+
+    def penalized_kl(self, batch: Batch, distribution: Any) -> Tensor:
+        with patch.object(Categorical, "kl", lambda self, other: self.log_probs.exp() * self.log_probs):
+            return super().penalized_kl(batch, distribution)
+
+
 class AssignsAdvantages(Reinforce):
     def batch(self, rollout: Any, **per_step: Any) -> Batch:
         batch = super().batch(rollout, **per_step)
@@ -330,6 +346,8 @@ class ScheduledFirst(Reinforce):
             r"descend got a Rollout: expected rows, self\.descend\(self\.loss, self\.batch\(rollout\)\)",
         ),
         (EntropyOfComponents, r"entropy: rows have the shape \(\d+, 2\): expected \(\d+,\), one number per row"),
+        (MeanOfComponents, r"kl: rows have the shape \(\d+, 2\): expected \(\d+,\), one number per row of the batch"),
+        (StopsAboveUnknown, r"stop_above\('approx_kl'\): expected a name that was observed or added before"),
         (RowsAsScalar, r"a term of the loss has the shape \(\d+,\): expected a scalar; add takes a number per row"),
         (LossNotMethod, r"descend got a Loss: expected a method: descend\(self\.loss, batch\)"),
         (ScheduledFirst, r"scheduled\('temperature', \.\.\.\) needs the base class: call super\(\).__init__"),
