@@ -208,6 +208,7 @@ def main(folder: Path) -> None:
     left["float16"] = overflow_float16(rank, folder)
     left["duals"] = learn_duals(rank, **DDP)
     left["replays"] = {str(num_actors): train_with_replay(num_actors) for num_actors in (0, 1)}
+    left["computed"] = fixed_model().compute_loss([pair[rank] for pair in recorded["minibatch", "64-true"]])
     torch.save({"ran": ran, "learned": learned, "combined": combined, **left}, folder / f"rank_{rank}.pt")
 
 

@@ -12,7 +12,17 @@ from lightning_rl import FailedUpdate
 from tests import recorded_combinations
 from tests.ddp_script import PHASES, learn_duals
 from tests.programs import run_ranks
-from tests.recorded import CASES, EPOCHS, MINIBATCHES_OF_A_PASS, NUM_ENVS, ROLLOUTS, UPDATES, learn_alone
+from tests.recorded import (
+    CASES,
+    EPOCHS,
+    MINIBATCHES_OF_A_PASS,
+    NUM_ENVS,
+    ROLLOUTS,
+    UPDATES,
+    fixed_model,
+    learn_alone,
+    side_by_side,
+)
 from tests.recorded_combinations import RANKED
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -150,6 +160,13 @@ def test_two_ranks_log_what_one_process_does(ranks, alone, option, precision):
         for name in row.keys() - {*OWN_TO_A_RANK, "train/aux_memory_bytes"}:
             rel, atol = 1e-3 if precision == "32-true" else 1e-6, 1e-6 * max(1.0, size.get(name, 0.0))
             assert row[name] == pytest.approx(expected[name], rel=rel, abs=atol), name
+
+
+def test_compute_loss_is_over_the_rows_of_all_ranks(ranks, folder):
+    pairs = torch.load(folder / "recorded.pt", weights_only=False)["minibatch", "64-true"]
+    expected = fixed_model().compute_loss([side_by_side(*pair) for pair in pairs])
+    for rank in ranks:
+        assert rank["computed"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", RANKED)

@@ -22,7 +22,7 @@ from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint, r
 from lightning_rl.checkpointing.interruption import InterruptionGuard
 from lightning_rl.checkpointing.loading import WarmStart, from_checkpoint, warm_start
 from lightning_rl.checkpointing.resuming import take_over
-from lightning_rl.distributed import all_reduce, world_size
+from lightning_rl.distributed import all_reduce, average, exact_dtype, world_size
 from lightning_rl.nested import Nested, leaves
 from lightning_rl.options import (
     OrDict,
@@ -435,7 +435,10 @@ class OnPolicyAlgorithm(LightningModule):
         for rollout in several:
             with self.normalizers.isolated(), self.steps.isolated():
                 self.record_loss(rollout)
-                for name, value in self.steps.record.means().items():
+                means = self.steps.record.means()
+                dtype = exact_dtype(self.device)
+                of_all_ranks = average(torch.tensor([*means.values()], dtype=dtype, device=self.device)).tolist()
+                for name, value in zip(means, of_all_ranks, strict=True):
                     terms.setdefault(name, []).append(value)
         return {name: sum(x) / (len(x) if reduction == "mean" else 1) for name, x in terms.items()}
 
