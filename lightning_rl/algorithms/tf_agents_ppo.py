@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -158,13 +158,6 @@ class TFAgentsPPO(PPOKLPenalty):
     def make_estimator(self, **options: Any) -> TFAgentsEstimator:  # options of the estimator
         return TFAgentsEstimator(self.policy, self.normalizers, **options)
 
-    def one_pass(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
-        """Yield the minibatches of one pass; with `sum_losses_over_ranks` their losses are summed over ranks."""
-        for part in super().one_pass(batch, num_minibatches):
-            if self.sum_losses_over_ranks:
-                part.weight *= world_size()
-            yield part
-
     def loss(self, batch: Batch) -> Loss:
         """Return the loss over a minibatch; non-finite values in rows of weight 0 have no effect."""
         uncounted = batch.weights == 0
@@ -177,6 +170,8 @@ class TFAgentsPPO(PPOKLPenalty):
         is_normalized = batch.is_normalized
         batch = batch.replace(**{name: map_leaves(harmless, x) for name, x in batch.fields.items()})
         batch.is_normalized = is_normalized
+        if self.sum_losses_over_ranks:
+            batch.weight *= world_size()
         return super().loss(batch)
 
     def clip_fraction(self, batch: Batch, is_clipped: Tensor) -> Tensor:

@@ -498,6 +498,10 @@ def test_penalties_and_clip_fraction_are_summed_over_ranks(summed, monkeypatch):
         rest = others["policy_loss"] + model.value_coef * others["value_loss"] + others["l2_penalty"]
         penalties = float(loss.total.detach() - rest)
         terms.append({name: x.item() for name, x in (others | loss.observed).items()} | {"penalties": penalties})
+        computed = model.compute_loss(batch)
+        assert {name: computed[name] for name in terms[-1] if name in computed} == pytest.approx(
+            {name: x for name, x in terms[-1].items() if name != "penalties"}
+        )
         monkeypatch.undo()
     one, two = terms
     for name in ("penalties", "clip_fraction"):
