@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from lightning_rl import algorithms
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
-from lightning_rl.nested import Nested
+from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import Distribution
+from lightning_rl.policies.values import in_chunks
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.loss import Loss
@@ -75,17 +77,19 @@ class Distillation(PPO):
         # Loads it. If the property raised an AttributeError, `self.teacher` would say that there is no such attribute.
         type(self).teacher.__get__(self)
 
+    @torch.no_grad()
     def batch(self, rollout: Rollout, **per_step: Nested) -> Any:
-        # Here and not in `loss`, which may be compiled. A student in bfloat16 gets labels in float32.
+        # A student in bfloat16 gets labels in float32.
         dtype = next(self.policy.parameters()).dtype
         self.teacher.to(self.device, torch.promote_types(dtype, torch.float32))
-        return super().batch(rollout, **per_step)
+        observed = map_leaves(itemgetter(slice(rollout.shape[0])), rollout.observations)
+        labels = in_chunks(lambda x: self.teacher(x)[0].parameters(), observed, lead=2)
+        return super().batch(rollout, teacher_distribution=labels, **per_step)
 
     def add_policy_terms(self, loss: Loss, distribution: Distribution) -> None:
         """Add the terms of `PPO` and the divergence from the teacher."""
         loss.scale = self.rl_coef
         super().add_policy_terms(loss, distribution)
         loss.scale = 1.0
-        with torch.no_grad():
-            labels, _ = self.actor_critic(loss.batch, self.teacher)
+        labels = distribution.with_parameters(loss.batch.teacher_distribution)
         loss.add("distillation_loss", labels.kl(distribution), self.distillation_coef)

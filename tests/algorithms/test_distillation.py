@@ -59,7 +59,7 @@ def test_loss_is_ppo_and_the_divergence_from_the_teacher(teacher):
     student = make_student(data, teacher, rl_coef=0.5, distillation_coef=3.0, entropy_coef=0.1)
     plain = PPO(data.observation_space, data.action_space, **merged(SMALL, {"entropy_coef": 0.1}))
     plain.policy = student.policy
-    batch = student.estimator.batch(rollout_of(data, student))
+    batch = student.batch(rollout_of(data, student))
     loss, ppo = student.loss(batch), plain.loss(batch)
     assert all(torch.equal(loss.metrics[name], x) for name, x in ppo.metrics.items())
     with torch.no_grad():
@@ -82,6 +82,14 @@ def test_distillation_alone_makes_the_student_act_like_the_teacher(teacher):
     assert losses[-1] < losses[0] / 5
 
 
+def test_teacher_computes_each_step_of_a_rollout_once(teacher):
+    data = data_of()
+    student, rows = make_student(data, teacher, num_epochs=3), []
+    student.teacher.register_forward_hook(lambda module, given, output: rows.append(output[1].numel()))
+    make_trainer().fit(student, data)
+    assert sum(rows) == student.env_steps > 0
+
+
 def test_coefficients_follow_schedules_and_end_in_the_gradient_of_ppo(teacher):
     def ramp(*points):
         return {"kind": "piecewise", "points": [list(point) for point in points]}
@@ -94,7 +102,7 @@ def test_coefficients_follow_schedules_and_end_in_the_gradient_of_ppo(teacher):
     assert [value for _, value in logger.rows("train/distillation_coef")] == [1, 1, 0]
     plain = PPO(data.observation_space, data.action_space, **SMALL)
     plain.policy = student.policy
-    batch = student.estimator.batch(rollout_of(data, student))
+    batch = student.batch(rollout_of(data, student))
     torch.testing.assert_close(student.loss(batch).total, plain.loss(batch).total)
 
 
