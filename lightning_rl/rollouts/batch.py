@@ -113,6 +113,7 @@ class Batch:
                 f"{name}: rows have the shape {tuple(x.shape)}: expected ({len(self)},), one number per row of the "
                 "batch; Loss.add_scalar takes a term that is not a mean over rows"
             )
+        x = x if x.is_floating_point() else x.float()  # flags have a mean too
         # Such a NaN still reaches the gradient of what it was computed from.
         if "weights" in self.fields:
             x = torch.where(self.weights != 0, x, 0) * self.weights.to(x.dtype)

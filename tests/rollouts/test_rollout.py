@@ -216,6 +216,12 @@ def test_tensors_per_step_of_another_shape_are_refused(given):
     assert make_rollout().flatten(extra=torch.arange(6).view(3, 2, 1)).extra.shape == (6, 1)
 
 
+def test_mean_of_flags_is_the_share_of_the_rows_where_they_are_true():
+    flags = torch.tensor([True, False, True, True])
+    assert Batch({"actions": flags}).mean(flags) == 0.75
+    assert Batch({"weights": torch.tensor([0.5, 1.0, 0.5, 0.0])}).mean(flags) == 0.5
+
+
 def test_rows_of_weight_0_may_be_nan_in_a_mean():
     batch = Batch({"weights": torch.tensor([1.0, 0.0, 3.0])})
     assert batch.mean(torch.tensor([2.0, torch.nan, 4.0])) == 3.5
