@@ -17,7 +17,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_rl import PPO, VMPO
+from lightning_rl import CLEAR, PPO, VMPO
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     PIXELS,
@@ -196,6 +196,14 @@ def test_an_overflow_of_the_scaled_gradient_skips_the_step(optimizer):
     assert 0 < skipped < 24 and trainer.global_step == 24 - skipped
     assert trainer.precision_plugin.scaler.get_scale() == 2.0 ** (24 - skipped)
     assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_statistics_of_a_rollout_are_logged_although_its_step_was_skipped():
+    data, recorder = make_data(rollouts_per_epoch=1), Recorder()
+    model = CLEAR(data.observation_space, data.action_space)
+    make_trainer(callbacks=[recorder], **precision_options("16-mixed", init_scale=2.0**40)).fit(model, data)
+    (row,) = recorder.rows
+    assert row["skipped_steps"] == 1 and {"explained_variance", "importance_weight", "replay_unrolls"} <= row.keys()
 
 
 def test_gradients_are_unscaled_before_they_are_clipped_and_logged():

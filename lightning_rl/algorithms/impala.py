@@ -105,6 +105,7 @@ class IMPALA(OnPolicyAlgorithm):
         """Take one gradient step on an unroll, unless it has no row that counts."""
         if steps.batch.weight:
             self.descend(self.loss, steps)
+            self.steps.record.end_minibatches()  # log what follows, even if 16-mixed skipped the step
             self.observe_targets(steps)
             assert steps.estimates is not None
             self.on_pass_end(steps.batch.replace(advantages=steps.estimates.advantages), "update")
