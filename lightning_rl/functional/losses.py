@@ -156,10 +156,8 @@ def huber_value_loss(values: Tensor, targets: Tensor, delta: float) -> Tensor:
     """
     check.same_shape(values=values, targets=targets)
     check.not_negative(delta=delta)
-    errors = (values - targets.detach()).abs()
-    # One of the two terms is constant on either side of delta, so that no gradient counts twice.
-    quadratic = errors.clamp(max=delta)
-    return 0.5 * quadratic.square() + delta * (errors - quadratic)
+    errors = values - targets.detach()  # in the promoted dtype
+    return nn.functional.huber_loss(errors, torch.zeros_like(errors), reduction="none", delta=delta)
 
 
 def value_cloning_loss(values: Tensor, old_values: Tensor) -> Tensor:

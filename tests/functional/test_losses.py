@@ -208,7 +208,8 @@ def test_huber_loss_is_quadratic_up_to_delta_and_linear_beyond() -> None:
     values, targets = torch.tensor([0.5, 1.0, 3.0, -3.0], dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     close(huber_value_loss(values, targets, 1.0), [0.125, 0.5, 2.5, 2.5])
     close(gradient(lambda x: huber_value_loss(x, targets, 1.0), values), [0.5, 1.0, 1.0, -1.0])
-    close(huber_value_loss(values, targets, 3.0), value_loss(values, targets).tolist())
+    for delta in (3.0, math.inf):
+        close(huber_value_loss(values, targets, delta), value_loss(values, targets).tolist())
 
 
 def test_gradient_at_the_end_of_a_clip_range_is_that_inside() -> None:
