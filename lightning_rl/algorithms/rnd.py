@@ -75,7 +75,7 @@ class CuriousActorCritic(ActorCritic):
         """Return the mean squared error of the predictor, `[N]`, for observations `[N, *shape]`."""
         whitened = self.novelty_normalizer(observations)
         x = map_leaves(lambda x: x.to(self.dtype) if x.is_floating_point() else x, whitened)
-        error: Tensor = self.critic_predictor(x) - self.critic_target(x)
+        error: Tensor = self.critic_predictor(x) - self.critic_target(x).detach()  # fixed, even after `unfreeze`
         return error.square().mean(dim=-1)
 
 

@@ -110,6 +110,16 @@ def test_predictor_learns_observations_that_it_sees_but_not_others():
     assert unseen.min() > 10 * rewards[-1]
 
 
+def test_target_stays_fixed_in_a_model_that_was_unfrozen():
+    data = make_data()
+    model = RND(data.observation_space, data.action_space, **SMALL)
+    model.freeze()
+    model.unfreeze()
+    target = parameters_of(model.policy.critic_target)
+    make_trainer().fit(model, data)
+    assert all(torch.equal(x, target[name]) for name, x in model.policy.critic_target.named_parameters())
+
+
 def test_only_numbers_are_whitened():
     policy = RND(spaces.Dict({"a": VECTOR, "b": spaces.Discrete(3)}), DISCRETE, **SMALL).policy
     x = {"a": torch.zeros(3, 3), "b": torch.arange(3)}
