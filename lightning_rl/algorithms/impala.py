@@ -149,9 +149,9 @@ class IMPALA(OnPolicyAlgorithm):
 
     def observe_targets(self, steps: Unroll) -> None:
         """Pass the value targets to the value normalizer, and log statistics of the new rollout; NaN without rows."""
-        parts = [(part, part.estimates) for part in steps.parts if part.estimates is not None]
-        self.normalizers.value_targets = torch.cat([part.batch.counted(made.returns) for part, made in parts])
-        new, made = parts[0][0].batch, parts[0][1]
+        parts = [(part.batch, part.estimates) for part in steps.parts if part.estimates is not None]
+        self.normalizers.value_targets = torch.cat([batch.counted(made.returns) for batch, made in parts])
+        new, made = parts[0]
         returns, ratios = new.counted(made.returns), new.counted(made.log_rhos).exp()
         count, weights = all_reduce(torch.stack([ratios.new_tensor(len(ratios)), ratios.sum()]))
         self.steps.observe(

@@ -57,8 +57,7 @@ class OverlappedPPO(PPO):
         weights = rollout.log_rhos.exp() if rollout.valid is None else rollout.log_rhos.exp()[rollout.valid]
         count, total = all_reduce(torch.stack([weights.new_tensor(weights.numel()), weights.sum()]))
         self.steps.observe(importance_weight=total / count.clamp(min=1))
-        batch: Batch = super().batch(rollout, **per_step)
-        return batch
+        return super().batch(rollout, **per_step)  # type: ignore[no-any-return]
 
     def add_policy_terms(self, loss: Loss, distribution: Distribution) -> None:
         """Add the terms of `PPO`, without `first_ratio_error`, which would be 0 for every rollout."""

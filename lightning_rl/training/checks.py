@@ -262,8 +262,7 @@ _MODEL_PARALLEL = (
 def check_strategy(strategy: str | Strategy) -> None:
     """Check that a strategy, or its name, is not FSDP1 or DeepSpeed."""
     if isinstance(strategy, Strategy):
-        kind = type(strategy)
-        value = kind.__name__
+        kind, value = type(strategy), type(strategy).__name__
     else:
         kind, value = {k: v["strategy"] for k, v in StrategyRegistry.items()}.get(strategy, Strategy), strategy
     # Lightning has no name for model parallelism, and its own error would not name the class.

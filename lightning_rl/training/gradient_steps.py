@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_rl import fast
 from lightning_rl.distributed import all_reduce, average, exact_dtype, world_size
+from lightning_rl.policies.networks.mlp import at_least_float32
 from lightning_rl.policies.sharding import is_sharded, reshard, whole
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.optimizers import AdaptiveLearningRate
@@ -517,7 +518,7 @@ class UpdateRecord:
         """Return the mean of every scalar over the minibatches; a collective call, and the host waits only here."""
         if not self._recorded:
             return {}
-        terms = [average(_at_least_float32(torch.cat([x for _, x, _ in self._absolute])))] if self._absolute else []
+        terms = [average(at_least_float32(torch.cat([x for _, x, _ in self._absolute])))] if self._absolute else []
         # Minibatches without a stop between them share one flag.
         flags = {id(flag): flag for *_, flag in (*self._recorded, *self._absolute)}
         numbers = iter(torch.cat([torch.stack([*flags.values()]), *(x for _, x, _ in self._recorded), *terms]).tolist())
@@ -540,11 +541,6 @@ class UpdateRecord:
 def _exact(number: float, device: torch.device) -> Tensor:
     # The default dtype is bfloat16 in the updates of `bf16-true`.
     return torch.tensor(float(number), dtype=exact_dtype(device), device=device)
-
-
-def _at_least_float32(values: Tensor) -> Tensor:
-    """Cast to at least float32: in bfloat16, sums over many minibatches would stop growing."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
