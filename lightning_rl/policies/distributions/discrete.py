@@ -14,7 +14,7 @@ from lightning_rl.masks import num_choices
 from lightning_rl.policies.distributions.base import Distribution, Initialization, projection
 from lightning_rl.policies.networks.mlp import at_least_float32
 
-IMPOSSIBLE = -1e9
+IMPOSSIBLE = -1e30
 """Logit of a masked choice: its probability is 0 in float32. It is finite, so that 0 times it is 0."""
 _MAX_NAMED_COMPONENTS = 16
 
@@ -33,7 +33,7 @@ class _OfLogits(Distribution):
 
 
 class Categorical(_OfLogits):
-    """A choice between `n` actions with unnormalized log-probabilities `[..., n]`, finite: -1e9 excludes a choice."""
+    """A choice between `n` actions with unnormalized log-probabilities `[..., n]`, finite: -1e30 excludes one."""
 
     _log_probs: Tensor | None = None
 

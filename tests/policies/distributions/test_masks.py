@@ -110,6 +110,17 @@ def test_a_million_samples_obey_their_masks(space, mask_space, choice):
 
 
 @pytest.mark.parametrize(("space", "mask_space", "choice"), CASES)
+def test_choices_are_excluded_whatever_the_size_of_the_logits(space, mask_space, choice):
+    """As of observations that are times in nanoseconds: choices that do not exist and masked ones are never taken."""
+    head, features = head_of(space, mask_space, choice, size=1e12).float(), randn(2000, 6).float()
+    masks = random_masks(mask_space, 2000)
+    for allowed in (masks, map_leaves(torch.ones_like, masks)):
+        distribution = head(features, allowed)
+        assert is_allowed(space, allowed, distribution.sample(generator())).all()
+        assert is_allowed(space, allowed, distribution.mode()).all()
+
+
+@pytest.mark.parametrize(("space", "mask_space", "choice"), CASES)
 def test_everything_is_finite_with_all_but_one_masked(space, mask_space, choice):
     head, features = head_of(space, mask_space, choice).float(), randn(7, 6).float().requires_grad_()
     masks = random_masks(mask_space, 7)
