@@ -29,7 +29,7 @@ class ActionMask(spaces.MultiBinary):
     def __init__(
         self, n: Sequence[int] | int, given: str | None = None, seed: int | np.random.Generator | None = None
     ) -> None:
-        super().__init__((n,) if isinstance(n, int) else n, seed)
+        super().__init__((n,) if isinstance(n, int | np.integer) else n, seed)
         self.given = given
 
     def __repr__(self) -> str:

@@ -71,6 +71,7 @@ def test_invalid_description_is_refused(description):
 
 def test_action_masks_differ_from_multi_binary_and_work_in_vector_environments():
     mask = ActionMask(3)
+    assert ActionMask(spaces.Discrete(3).n) == mask  # an integer of NumPy, as spaces have
     assert mask == ActionMask([3]) and mask not in (ActionMask(4), spaces.MultiBinary(3), ActionMask(3, given="a"))
     assert spaces.MultiBinary([3]) != mask
     batch = create_empty_array(mask, 2)
