@@ -317,8 +317,7 @@ class _GaussianHead(nn.Module):
         num_dimensions = len(self.bounds.low)
         raw = float(initial_log_std) if initial_std is None else math.log(initial_std)
         if self.softplus:  # the inverse of softplus
-            std_ = math.exp(raw)
-            raw = std_ + math.log(-math.expm1(-std_))
+            raw = first_std + math.log(-math.expm1(-first_std))
         self.mean = projection(in_features, num_dimensions, initialization)
         self.std_layer: nn.Linear | None = None
         if std == "state_dependent":
