@@ -52,7 +52,7 @@ def estimate_values(
     finals: Finals,
     last_memory: Nested | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `values` and `next_values`, `[T, B]`; arguments as in `estimate`."""
+    """Return values and next values, `[T, B]`, at observations `[T + 1, B, ...]`; all computed if `values` is None."""
     if values is None:
         all_values = in_chunks(policy.value, observations, lead=2)
     else:
