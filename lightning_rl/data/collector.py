@@ -29,7 +29,7 @@ from lightning_rl.environments.contract import LIFE_LOST, SAMPLING, TRAINING, En
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, map_stacked
 from lightning_rl.policies.interface import Policy, PolicyOutput, as_recurrent, tensor_conversion, to_environment
 from lightning_rl.policies.recurrent import RecurrentState
-from lightning_rl.policies.values import Finals, estimate_values, log_probs_of
+from lightning_rl.policies.values import Finals, check_shape, estimate_values, log_probs_of
 from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
 from lightning_rl.spaces import observation_dtype
 
@@ -388,6 +388,7 @@ class Collector:
         log_probs = self._acted.get("log_probs")
         if log_probs is None:
             log_probs = log_probs_of(policy, observations, actions)
+        check_shape("log_probs", log_probs, *stored["terminated"].shape)
         values, next_values = estimate_values(
             policy, observations, self._acted.get("values"), stored["terminated"], finals, self.memory.state
         )

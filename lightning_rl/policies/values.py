@@ -17,7 +17,7 @@ from lightning_rl.policies.interface import Policy, RecurrentPolicy
 from lightning_rl.policies.recurrent import RecurrentState
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import check
 
 # Limits of a forward pass, which bound its memory: rows, on a CPU and elsewhere, and entries of observations.
 _MAX_ROWS, _MAX_ROWS_ELSEWHERE, _MAX_ENTRIES = 8192, 2**17, 2**24
@@ -34,6 +34,12 @@ class Finals(NamedTuple):
     indices: Tensor
     observations: Nested
     memory: Nested | None
+
+
+def check_shape(name: str, x: Tensor, *rows: int) -> None:
+    """Raise a `ConfigurationError` unless a policy has returned one number per observation."""
+    found = tuple(x.shape)
+    check(found == rows, f"make_policy: shape of the policy's {name}", found, f"{rows}, one number per observation")
 
 
 @torch.no_grad()
@@ -53,18 +59,16 @@ def estimate_values(
     last_memory: Nested | None,
 ) -> tuple[Tensor, Tensor]:
     """Return values and next values, `[T, B]`, at observations `[T + 1, B, ...]`; all computed if `values` is None."""
+    length, num_envs = terminated.shape
     if values is None:
         all_values = in_chunks(policy.value, observations, lead=2)
+        check_shape("values", all_values, length + 1, num_envs)
     else:
         last = map_leaves(itemgetter(-1), observations)
         last_value = policy.value(last) if last_memory is None else policy.value(last, last_memory)
+        check_shape("values", values, length, num_envs)
+        check_shape("values", last_value, num_envs)
         all_values = torch.cat([values, last_value[None]])
-    if all_values.dim() != 2:
-        found, expected = tuple(all_values.shape), (len(terminated) + 1, *terminated.shape[1:])
-        raise ConfigurationError(
-            f"make_policy: shape of the policy's values={found} is not valid: expected {expected}, one number per "
-            "observation"
-        )
     next_values = all_values[1:].clone()
     if len(finals.indices):
         reached = (finals.observations,) if finals.memory is None else (finals.observations, finals.memory)

@@ -376,6 +376,35 @@ def test_policy_that_returns_a_column_of_values_is_named():
 
 
 @pytest.mark.parametrize(
+    ("column", "found"),
+    [
+        ("act.value", r"values=\(8, 2, 1\) is not valid: expected \(8, 2\), one number per"),
+        ("value", r"values=\(2, 1\) is not valid: expected \(2,\), one number per"),
+        ("act.log_prob", r"log_probs=\(8, 2, 1\) is not valid: expected \(8, 2\), one number per"),
+    ],
+)
+def test_policy_that_returns_a_column_in_one_method_is_named(column, found):
+    class Column(ActorCritic):
+        def act(self, *args, **kwargs):
+            output = super().act(*args, **kwargs)
+            if column.startswith("act."):
+                name = column.removeprefix("act.")
+                setattr(output, name, getattr(output, name).unsqueeze(-1))
+            return output
+
+        def value(self, *args):
+            return super().value(*args).unsqueeze(-1) if column == "value" else super().value(*args)
+
+    class ColumnPPO(PPO):
+        def make_policy(self) -> Any:
+            return Column(self.observation_space, self.action_space, shared_encoder=True)
+
+    data = make_data(num_envs=2, rollout_length=8)
+    with pytest.raises(ConfigurationError, match=found):
+        make_trainer(max_epochs=1).fit(ColumnPPO(data.observation_space, data.action_space), data)
+
+
+@pytest.mark.parametrize(
     ("group", "option", "value"),
     [("normalization", "observations", True), ("normalization", "values", "popart"), ("policy", "memory", "lstm")],
 )
