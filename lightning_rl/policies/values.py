@@ -95,8 +95,7 @@ def in_chunks(function: Callable[[Nested], Nested], x: Nested, lead: int) -> Nes
 def with_recomputed_values(policy: Policy, rollout: Rollout, values: Tensor | None = None) -> Rollout:
     """Return a copy of a rollout, of any policy, with this policy's current values.
 
-    `values` `[T, B]` are the values of the rollout's observations, if they are known. A recurrent policy unrolls from
-    the rollout's first state.
+    `values` of its observations, `[T, B]`, may be known. A recurrent policy unrolls from the rollout's first state.
     """
     result, memory, unrolled = copy.copy(rollout), RecurrentState(), None
     if rollout.memory is not None:
