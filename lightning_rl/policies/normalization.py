@@ -145,7 +145,7 @@ def make_normalizer(
     }
     without_images = "" if images else " that is no image can be normalized without 'images: true'"
     expected = f"False, since only a Box{without_images}, and {space} has none"
-    check(bool(found), "normalization.observations", True, expected)
+    check(bool(found), "normalization.observations", given or True, expected)
     normalizers = NestedNormalizer({path: leaf.shape for path, leaf in found.items()}, **options)
     for path, leaf in found.items():
         if is_image(leaf) and "initial_variance" not in options:  # divides by 255, as without normalization

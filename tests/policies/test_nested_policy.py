@@ -121,6 +121,8 @@ def test_normalizing_observations_without_a_box_raises():
     space = spaces.Dict({"image": SENSORS["camera"], "class": spaces.Discrete(2)})
     with pytest.raises(ConfigurationError, match=r"^normalization.observations=True .* and Dict\(.* has none"):
         ActorCritic(space, DISCRETE, normalize_observations=True)
+    with pytest.raises(ConfigurationError, match=r"^normalization.observations=\{'clip': 5.0\} .* has none"):
+        ActorCritic(space, DISCRETE, normalize_observations={"clip": 5.0})
 
 
 @pytest.mark.parametrize("normalize", [False, True])
