@@ -15,6 +15,7 @@ NAN, INF = math.nan, math.inf
 def test_half_precision_is_reduced_in_float32() -> None:
     x = torch.arange(1001, dtype=torch.bfloat16)
     assert normalize_rows(x).dtype == explained_variance(x, x).dtype == torch.float32
+    assert explained_variance(x.float(), x.double()).dtype == torch.float64
 
 
 def test_explained_variance_by_hand() -> None:
@@ -23,12 +24,18 @@ def test_explained_variance_by_hand() -> None:
     assert explained_variance(torch.zeros(4), targets).item() == 0
     assert explained_variance(-targets, targets).item() == -3
     # The errors -1, 1, -1, 1 have variance 1, the targets 1.25.
-    assert explained_variance(torch.tensor([2.0, 1.0, 4.0, 3.0]), targets).item() == pytest.approx(1 - 1 / 1.25)
+    predictions = torch.tensor([2.0, 1.0, 4.0, 3.0])
+    for scale in (1.0, 1e-3):
+        for weights in (None, torch.ones(4)):
+            explained = explained_variance(scale * predictions, scale * targets, weights)
+            assert explained.item() == pytest.approx(1 - 1 / 1.25, rel=1e-5)
 
 
 @pytest.mark.parametrize("constant", [0.0, 0.1, 1e6 + 0.3])
 def test_explained_variance_of_constant_targets_is_nan(constant: float) -> None:
-    assert explained_variance(torch.randn(97), torch.full((97,), constant)).isnan()
+    for size in range(1, 100, 7):
+        for weights in (None, torch.ones(size)):
+            assert explained_variance(torch.randn(size), torch.full((size,), constant), weights).isnan()
     assert explained_variance(torch.zeros(1), torch.ones(1)).isnan()
     assert explained_variance(torch.zeros(0), torch.zeros(0)).isnan()
 
@@ -49,6 +56,8 @@ def test_explained_variance_ignores_masked_entries() -> None:
 
 def test_normalization_uses_the_unbiased_deviation_of_each_row() -> None:
     close(normalize_rows(torch.tensor([1.0, 2.0, 3.0])), [-1.0, 0.0, 1.0])
+    close(normalize_rows(torch.tensor([1.0, 3.0])), [-(0.5**0.5), 0.5**0.5])
+    close(normalize_rows(torch.tensor([-2e-8, 0.0, 2e-8])), [-2 / 3, 0.0, 2 / 3])  # epsilon is 1e-8
     x = 3 * randn(2, 3, 7) + 5
     for eps in (1e-8, 0.5):
         close(normalize_rows(x, eps), (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + eps))

@@ -15,6 +15,7 @@ from lightning_rl.functional import (
     dual_clipped_surrogate_loss,
     huber_value_loss,
     policy_gradient_loss,
+    value_cloning_loss,
     value_loss,
 )
 
@@ -150,6 +151,8 @@ def test_targets_are_constants() -> None:
         clipped_surrogate_loss(x, target, 0.2),
         value_loss(x, target),
         clipped_value_loss(x, target, old, 0.2),
+        huber_value_loss(x, target, 0.5),
+        value_cloning_loss(x, old),
     ]
     assert not any(loss.requires_grad for loss in losses)
 
@@ -164,7 +167,10 @@ def test_wrong_shapes_raise_with_the_argument_name() -> None:
         ("advantages", lambda: clipped_surrogate_loss(x, column, 0.2)),
         ("clip_range", lambda: clipped_surrogate_loss(x, x, column)),
         ("targets", lambda: value_loss(x, column)),
+        ("targets", lambda: clipped_value_loss(x, column, x, 0.2)),
+        ("targets", lambda: huber_value_loss(x, column, 0.2)),
         ("old_values", lambda: clipped_value_loss(x, x, column, 0.2)),
+        ("old_values", lambda: value_cloning_loss(x, column)),
         ("clip_range", lambda: clip_indicator(x, column)),
         ("clip_range_high", lambda: clip_indicator(x, 0.2, column)),
         ("clip_range_low", lambda: dual_clipped_surrogate_loss(x, x, column, 0.2)),
@@ -202,6 +208,8 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
 
     close(loss(ratios.log()), [4.0, 5.8, 6.0, -2.4])
     close(gradient(loss, ratios.log()), [4.0, 5.8, 0.0, 0.0])
+    advantages = advantages / 20
+    close(loss(ratios.log()), [0.2, 0.29, 0.3, -0.12])
 
 
 def test_huber_loss_is_quadratic_up_to_delta_and_linear_beyond() -> None:

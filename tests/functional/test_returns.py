@@ -195,6 +195,14 @@ def test_wrong_shapes_raise_with_the_argument_name() -> None:
         gae(x, x, x, x, x[..., None])
     with pytest.raises(ValueError, match=r"discounts has shape \[3, 4\]"):
         discounted_returns(x, torch.zeros(3, 4), x[0])
+    # `[T]` would be taken for `[B]`.
+    for function, inputs in [(td_lambda_returns, (x, x)), (gae, (x, x, x)), (vtrace, (x, x, x, x))]:
+        for name, last in (("discounts", (x[0], x)), ("traces", (x, x[0]))):
+            with pytest.raises(ValueError, match=rf"{name} has shape \[4\], expected \[4, 4\]"):
+                function(*inputs, *last)
+    for function, inputs in [(gae, (x, x, x[:, :1])), (vtrace, (x, x, x, x[:, :1]))]:
+        with pytest.raises(ValueError, match=r"next_values has shape \[4, 1\], expected \[4, 4\]"):
+            function(*inputs, x, x)
     with pytest.raises(ValueError, match=r"bootstrap has shape \[\], expected \[4\]"):
         discounted_returns(x, x, torch.tensor(0.0))
     with pytest.raises(ValueError, match=r"log_rhos has shape \[4\], expected \[4, 4\]"):
