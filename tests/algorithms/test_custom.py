@@ -9,14 +9,40 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl import PPO, ActorCritic, OnPolicyAlgorithm, PolicyOutput, PPOKLPenalty
+from lightning_rl import (
+    A2C,
+    CLEAR,
+    PPG,
+    PPO,
+    RND,
+    VMPO,
+    ActorCritic,
+    BehaviourCloning,
+    CriticPretraining,
+    OnPolicyAlgorithm,
+    OverlappedPPO,
+    PolicyOutput,
+    PPOKLPenalty,
+    TFAgentsPPO,
+)
 from lightning_rl.cli.main import main
 from lightning_rl.policies.distributions import Categorical
 from lightning_rl.policies.normalization import ValueNormalizer
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.training.loss import Loss
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import Recorder, assert_equal_parameters, make_data, make_trainer, merged, parameters_of
+from tests.helpers import (
+    DISCRETE,
+    VECTOR,
+    Recorder,
+    assert_equal_parameters,
+    make_data,
+    make_trainer,
+    merged,
+    parameters_of,
+    random_rollout,
+)
+from tests.recorded import remember
 
 
 class Residual(nn.Module):
@@ -419,3 +445,24 @@ def test_custom_value_loss_without_add_value_names_the_options_that_train_the_cr
     loss.add("value_loss", torch.ones(2))
     with pytest.raises(ValueError, match=r"expected a call of loss\.add_value, since optimizer\.num_value_epochs"):
         _ = loss.total
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [A2C, BehaviourCloning, CLEAR, CriticPretraining, OverlappedPPO, PPG, PPOKLPenalty, RND, TFAgentsPPO, VMPO],
+)
+def test_further_tensors_are_rows_of_the_batch_of_every_algorithm(algorithm):
+    model = algorithm(VECTOR, DISCRETE, policy={"hidden_sizes": (4,)})
+    rollout = random_rollout(model.policy, valid=True)
+    batch = model.batch(rollout, more=rollout.actions)
+    rows = getattr(batch, "batch", batch)  # an `Unroll` has the rows of V-trace
+    assert torch.equal(rows.more, rows.actions)
+
+
+def test_further_tensors_are_in_the_order_of_sequences_with_memory():
+    model = VMPO(VECTOR, DISCRETE, policy={"hidden_sizes": (4,), "memory": {"kind": "gru", "sequence_length": 6}})
+    stateless = VMPO(VECTOR, DISCRETE, policy={"hidden_sizes": (4,)})
+    rollout = random_rollout(stateless.policy)
+    remember(model.policy, rollout)
+    batch = model.batch(rollout, more=rollout.actions)
+    assert torch.equal(batch.more, batch.actions)

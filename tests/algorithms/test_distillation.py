@@ -59,7 +59,9 @@ def test_loss_is_ppo_and_the_divergence_from_the_teacher(teacher):
     student = make_student(data, teacher, rl_coef=0.5, distillation_coef=3.0, entropy_coef=0.1)
     plain = PPO(data.observation_space, data.action_space, **merged(SMALL, {"entropy_coef": 0.1}))
     plain.policy = student.policy
-    batch = student.batch(rollout_of(data, student))
+    rollout = rollout_of(data, student)
+    batch = student.batch(rollout, more=rollout.actions)
+    assert torch.equal(batch.more, batch.actions)
     loss, ppo = student.loss(batch), plain.loss(batch)
     assert all(torch.equal(loss.metrics[name], x) for name, x in ppo.metrics.items())
     with torch.no_grad():
