@@ -185,6 +185,20 @@ def test_rollback_restores_parameters_and_optimizer_exactly():
     assert [value for _, value in logger.rows("train/updates_taken_back")] == [1.0]
 
 
+def test_rollback_of_a_later_step_restores_the_state_after_the_steps_before():
+    models = []
+    for options in ({"num_epochs": 1}, {"num_epochs": 3, "clipping": {"rollback": True}, "target_kl": 4e-5}):
+        model = make("discrete", torch.float64, num_minibatches=1, learning_rate=1e-3, **options)
+        rollout = random_rollout(model.policy, off_policy=0)  # KL divergence: 3e-5 after a step, 1e-4 after two
+        make_trainer(precision="64-true").fit(model, FixedRollouts([rollout], model))
+        assert model.steps.record.num_updates == 1
+        models.append(model)
+    states = [[x for of_one in model.optimizers().state.values() for x in of_one.values()] for model in models]
+    once, rolled_back = ([*model.parameters(), *state] for model, state in zip(models, states, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(once, rolled_back, strict=True))
+    assert any(x.any() for x in states[0])
+
+
 def test_the_slow_implementation_also_rolled_back_an_update():
     _, slow, _, updates = learned("rollback")
     assert slow.num_taken_back == 1
