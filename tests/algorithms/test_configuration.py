@@ -9,7 +9,20 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from lightning_rl import A2C, PPO, OffPolicyPPG, OnPolicyAlgorithm, RolloutDataModule, TFAgentsPPO
+from lightning_rl import (
+    A2C,
+    IMPALA,
+    PPO,
+    RND,
+    VMPO,
+    BehaviourCloning,
+    CriticPretraining,
+    OffPolicyPPG,
+    OnPolicyAlgorithm,
+    PPOKLPenalty,
+    RolloutDataModule,
+    TFAgentsPPO,
+)
 from lightning_rl.policies.actor_critic import check_modes_agree
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError
@@ -179,6 +192,37 @@ def test_annealing_without_an_end_raises():
         ConfigurationError, match=r"optimizer.anneal=True .* EnvStepLimit \(max_env_steps\) or max_epochs"
     ):
         make_trainer(max_epochs=-1).fit(make_model(data, optimizer={"anneal": True}), data)
+
+
+SCHEDULED = [
+    (A2C, "gae_lambda", "entropy_coef"),
+    (BehaviourCloning, "entropy_coef"),
+    (CriticPretraining, "vtrace_lambda"),
+    (IMPALA, "vtrace_lambda", "entropy_coef"),
+    (PPO, "gae_lambda", "entropy_coef", "clip_range", "target_kl"),
+    (PPOKLPenalty, "adaptive_kl_target"),
+    (RND, "intrinsic_coef", "extrinsic_coef"),
+    (VMPO, "gae_lambda"),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "names"), [(case[0], (*case[1:], "learning_rate")) for case in SCHEDULED])
+def test_options_with_a_schedule_have_bounds_and_follow_it(algorithm, names):
+    options = {"target": "vtrace"} if algorithm is CriticPretraining else {}
+    for name in names:
+        for value in (-0.5, 1.5) if name.endswith("lambda") else (-0.5,):
+            with pytest.raises(ConfigurationError, match=rf"^{name}={value} is not valid: expected a number"):
+                algorithm(VECTOR, DISCRETE, **options, **{name: value})
+    schedule = {"kind": "linear", "start": 0.5, "end": 0.25, "over": 100}
+    model = algorithm(VECTOR, DISCRETE, **options, **dict.fromkeys(names, schedule))
+    optimizer = model.configure_optimizers()
+    for steps, expected in ((0, 0.5), (100, 0.25)):
+        model.clock.env_steps = steps
+        model.schedules.apply(model.clock, [optimizer])
+        assert optimizer.param_groups[0]["lr"] == expected
+        for name in set(names) - {"learning_rate"}:
+            of_estimator = name.endswith("lambda") and algorithm is not IMPALA
+            assert getattr(model.estimator if of_estimator else model, name) == expected, name
 
 
 class Sometimes(nn.Module):

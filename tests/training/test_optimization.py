@@ -175,6 +175,14 @@ def test_two_equal_optimizers_take_the_steps_of_one():
     assert [len(of_one) for of_one in groups(two)] == [1, 1]
 
 
+def test_both_optimizers_are_annealed():
+    model = make(learning_rate=1e-3, optimizer={"anneal": True, "critic": {"learning_rate": 0.5}})
+    optimizers = model.configure_optimizers()
+    model.clock.env_steps, model.clock.planned_env_steps = 75, 100
+    model.schedules.apply(model.clock, optimizers)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == pytest.approx([0.25e-3, 0.125])
+
+
 def test_critic_optimizer_has_its_own_class_rate_and_parameters():
     model = make(learning_rate=1e-3, optimizer={"critic": SGD | {"learning_rate": 0.5}})
     actor, critic = model.configure_optimizers()
