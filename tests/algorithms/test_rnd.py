@@ -9,6 +9,7 @@ from gymnasium import spaces
 from lightning.pytorch import Callback
 
 from lightning_rl import PPO, RND
+from lightning_rl.functional import clipped_value_loss
 from lightning_rl.training.parameter_groups import weights_by_part
 from lightning_rl.validation import ConfigurationError
 from tests.combination_probes import SAMPLE, data_options, model_options
@@ -59,17 +60,18 @@ def test_advantages_are_weighted_sums_of_both():
     assert torch.equal(batch.returns, extrinsic.returns)
 
 
-def test_rows_that_only_reset_change_no_intrinsic_advantage():
+@pytest.mark.parametrize("resets", [1, 2])
+def test_rows_that_only_reset_change_no_intrinsic_advantage(resets):
     """A step that ends an episode reaches the first observation of the next one, whenever the reset happens."""
     model = make()
     same = random_rollout(model.policy, num_envs=1)
+    same.terminated[-1] = True
     ends = (same.dones[:, 0].nonzero() + 1).flatten().tolist()
-    ends = [end for end in ends if end < len(same.dones)]
-    assert ends
+    assert ends[0] < ends[-1] == len(same.dones)
 
     def with_resets(x, row):
         parts = list(x.tensor_split(ends))
-        return torch.cat([part if k == 0 else torch.cat([row(x), part]) for k, part in enumerate(parts)])
+        return torch.cat([part if k == 0 else torch.cat([row(x)] * resets + [part]) for k, part in enumerate(parts)])
 
     later = copy.copy(same)
     for name in ("observations", "rewards", "values", "next_values", "log_probs", "actions"):
@@ -83,15 +85,21 @@ def test_rows_that_only_reset_change_no_intrinsic_advantage():
         torch.testing.assert_close(getattr(one, name), getattr(other, name))
 
 
-def test_loss_is_ppo_with_a_second_value_loss_and_the_error_of_the_predictor():
-    model = make(value_coef=0.3, entropy_coef=0.1)
+@pytest.mark.parametrize("clipping", [{}, {"value": 0.05, "value_huber_delta": 0.3}])
+def test_loss_is_ppo_with_a_second_value_loss_and_the_error_of_the_predictor(clipping):
+    options = {"value_coef": 0.3, "entropy_coef": 0.1, "clipping": clipping}
+    model = make(**options)
     batch = model.batch(random_rollout(model.policy))
-    plain = PPO(VECTOR, DISCRETE, **SMALL, value_coef=0.3, entropy_coef=0.1)
+    old_values = batch.intrinsic_values + torch.linspace(-1, 1, len(batch))
+    batch = batch.replace(intrinsic_values=old_values)
+    plain = PPO(VECTOR, DISCRETE, **SMALL, **options)
     plain.policy = model.policy
     loss, ppo = model.loss(batch), plain.loss(batch)
     assert all(torch.equal(loss.metrics[name], x) for name, x in ppo.metrics.items())
     values = model.policy.with_intrinsic_value()(batch.observations)[1]
     value_loss = 0.5 * (values - batch.intrinsic_returns).square().mean()
+    if clipping:
+        value_loss = clipped_value_loss(values, batch.intrinsic_returns, old_values, 0.05, 0.3).mean()
     part = model.policy.novelty(batch.observations[:12]).mean()  # a quarter of 48 rows
     torch.testing.assert_close(loss.metrics["predictor_loss"], part.detach())
     torch.testing.assert_close(loss.total, ppo.total + 0.3 * value_loss + part)
@@ -128,6 +136,8 @@ def test_only_numbers_are_whitened():
     policy.novelty_normalizer.update({"a": torch.cat([ones, -ones]), "b": torch.tensor([2, 2])})
     assert torch.equal(policy.novelty(x), before)
     assert not torch.equal(policy.novelty(x | {"a": x["a"] + 1}), before)
+    policy.critic_predictor = policy.critic_target
+    assert not policy.novelty(x).any()
 
 
 def test_observations_are_whitened_and_clipped_and_rewards_scaled_by_the_deviation_of_returns():
@@ -143,6 +153,8 @@ def test_observations_are_whitened_and_clipped_and_rewards_scaled_by_the_deviati
     torch.testing.assert_close(moments.variance, seen.double().var(0, correction=0).to(moments.mean.dtype))
     whitened = model.policy.novelty_normalizer(seen)
     assert whitened.abs().max() <= 5
+    assert (model.policy.novelty_normalizer(seen + 1e6) == 5).all()
+    assert model.intrinsic_normalizer(torch.tensor(1e6)) > 1e4  # rewards are not clipped
     returns, running = [], torch.zeros(2)
     for rollout, rewards in zip(rollouts, streams, strict=True):
         for t, reward in enumerate(rewards):
