@@ -80,8 +80,11 @@ def estimated(model: Any, rollout: Rollout, **then: Any) -> Unroll:
 def test_on_policy_impala_takes_the_steps_of_a2c(valid):
     options = {"optimizer": SGD, "value_coef": 0.25, "entropy_coef": 0.1, "gamma": 0.9}
     one, other = make(**options, vtrace_lambda=0.8), make(A2C, **options, gae_lambda=0.8)
+    explained = []
     for model in (one, other):
-        learn(model, [random_rollout(model.policy, off_policy=0.0, valid=valid)])
+        rollouts = [random_rollout(model.policy, off_policy=0.0, valid=valid)]
+        explained.append(learn(model, rollouts).rows[0]["explained_variance"])
+    assert explained[0] == pytest.approx(explained[1], rel=1e-10)
     for (name, own), theirs in zip(parameters_of(one).items(), parameters_of(other).values(), strict=True):
         torch.testing.assert_close(own, theirs, rtol=1e-10, atol=1e-12, msg=name)
 

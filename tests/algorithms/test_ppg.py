@@ -72,6 +72,24 @@ def test_the_policy_phase_does_not_change_the_auxiliary_head() -> None:
 # -- the auxiliary phase
 
 
+def test_the_logged_divergence_is_the_mean_over_all_steps_of_the_phase() -> None:
+    class Observed(PPG):
+        @torch.no_grad()
+        def observe_divergence(self) -> None:
+            super().observe_divergence()
+            minibatches = [minibatch for _, minibatch in self._stored_minibatches(torch.arange)]
+            self.expected = torch.cat([self.divergence(x, self.actor_critic(x)[0]) for x in minibatches]).mean()
+
+    model = make(Observed)
+    recorder = fit(model, 2)
+    assert recorder.rows[1]["aux_kl"] == pytest.approx(model.expected.item(), rel=1e-4)
+
+
+def test_an_auxiliary_phase_after_value_only_passes_trains_the_whole_network() -> None:
+    recorder = fit(make(optimizer={"num_value_epochs": 2}), 2)
+    assert recorder.rows[1]["aux_cloning_loss"] > 0
+
+
 def test_an_auxiliary_phase_follows_each_policy_phase() -> None:
     recorder = fit(make(num_policy_iterations=3), 7)
     assert ["aux_head_loss" in row for row in recorder.rows] == [False, False, True] * 2 + [False]
