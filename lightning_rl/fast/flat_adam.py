@@ -197,10 +197,12 @@ class Vectors:
             if not is_here or parameter.grad is None:
                 return False
         if not self.have_gradients():
+            pairs = [(cast(Tensor, p.grad), view) for p, view in zip(self.parameters, self._gradients, strict=True)]
+            given = [x.clone() if x.data_ptr() == view.data_ptr() else x for x, view in pairs]  # if some were replaced
             # Clipping non-finite gradients also writes NaN into the padding.
             self.gradient.zero_()
-            for parameter, view in zip(self.parameters, self._gradients, strict=True):
-                parameter.grad = view.copy_(cast(Tensor, parameter.grad))
+            for parameter, view, gradient in zip(self.parameters, self._gradients, given, strict=True):
+                parameter.grad = view.copy_(gradient)
         return True
 
     def have_gradients(self) -> bool:

@@ -121,6 +121,30 @@ def clear(network: nn.Module, optimizer: Optimizer) -> None:
     optimizer.state.update(states)
 
 
+def test_gradient_that_is_replaced_before_the_step_is_used():
+    ours, adams = pair()
+    for network, optimizer in (ours, adams):
+        learn(network, optimizer, 1)
+        assert gradients_of(optimizer)
+        network[0].weight.grad = torch.ones_like(network[0].weight)  # type: ignore[union-attr, arg-type]
+        (optimizer.step_alone if isinstance(optimizer, FlatAdam) else optimizer.step)()
+    assert_same(ours, adams)
+
+
+@pytest.mark.parametrize("other", [torch.ones(2, dtype=torch.float64), torch.ones(2, 3).t()], ids=["dtype", "layout"])
+def test_parameters_of_two_dtypes_or_layouts_are_trained_as_by_adam(other):
+    trained = []
+    for kind in (FlatAdam, Adam):
+        parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(other.clone())]
+        optimizer = kind(parameters, **OPTIONS)
+        for step in (1, 2):
+            for parameter in parameters:
+                parameter.grad = step * torch.arange(parameter.numel(), dtype=parameter.dtype).view(parameter.shape)
+            optimizer.step()
+        trained.append(parameters)
+    torch.testing.assert_close(*trained)
+
+
 def test_parameters_of_a_group_that_is_added_later_are_trained():
     ours, adams = pair()
     for network, optimizer in (ours, adams):
