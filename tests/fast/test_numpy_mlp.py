@@ -107,6 +107,9 @@ def test_actor_chooses_the_actions_of_its_policy(case, action_space, dtype):
     policy = cls(VECTOR, action_space, **options).to(dtype)
     if policy.observation_normalizer is not None:
         policy.observation_normalizer.update(3 * torch.randn(50, 3) + 1)
+    with torch.no_grad():
+        for parameter in policy.parameters():  # also the biases, which are 0 at first
+            parameter += 0.3 * torch.randn_like(parameter)
     act = actor(policy)
     assert (act is not None) == has_actor
     if act is None:

@@ -7,7 +7,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_rl import PPO
 from lightning_rl.fast import FastEngine
-from lightning_rl.training.gradient_steps import UpdateRecord
+from lightning_rl.training.gradient_steps import UpdateRecord, scale_to_norm
 from tests.helpers import DISCRETE, VECTOR, FixedRollouts, Recorder, make_trainer, parameters_of, random_rollout
 
 
@@ -35,6 +35,17 @@ def test_record_drops_minibatches_after_the_stop():
         if value == 50:
             record.add(only_then=scalar(value))
     assert record.means() == {"before": 2.0, "after": 2.0}
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.5, 0.985, 0.995, 0.9999995, 1.0, 1.005, 1.5, 3.0])
+def test_gradients_are_scaled_as_pytorch_clips_them(norm):
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.full((3,), norm / 6**0.5)
+    scaled = [parameter.grad.clone() for parameter in parameters]
+    scale_to_norm(scaled, 1.0, torch.nn.utils.get_total_norm(scaled))
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    assert all(torch.equal(x, parameter.grad) for x, parameter in zip(scaled, parameters, strict=True))
 
 
 class HostReads(TorchFunctionMode):
