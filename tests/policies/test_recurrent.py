@@ -297,6 +297,36 @@ def test_transformer_attends_to_the_last_steps_of_the_episode_alone():
     assert (steps.grad[:5] == 0).all() and (steps.grad[5:] != 0).any(-1).all()
 
 
+def test_transformer_layer_has_the_equations_of_its_paper():
+    """Parisotto et al. 2020, sections 3.1 and 3.2, step by step; the bias of each distance is learned here."""
+    torch.manual_seed(0)
+    core = make_core(3, MemoryOptions("gtrxl", hidden_size=8, context_length=4)).double()
+    (layer,) = core.cell.layers
+    with torch.no_grad():
+        layer.distance_bias.normal_()
+
+    def gated(gate, x, y):
+        w, v = gate.of_output, gate.of_stream.weight
+        r = (y @ w.weight[:8].T + w.bias[:8] + x @ v[:8].T).sigmoid()
+        z = (y @ w.weight[8:16].T + w.bias[8:16] + x @ v[8:].T).sigmoid()
+        h = (y @ w.weight[16:].T + w.bias[16:] + (r * x) @ gate.candidate.weight.T).tanh()
+        return (1 - z) * x + z * h
+
+    steps, state = torch.randn(7, 1, 3, dtype=torch.float64), core.initial(1)
+    inputs = core.cell.encode(steps)[:, 0]
+    for t, step in enumerate(steps):
+        output, state = core.step(step, state)
+        seen = layer.norms[0](inputs[max(0, t - 4) : t + 1])
+        query, (keys, values) = layer.query(seen[-1]), layer.key_value(seen).chunk(2, -1)
+        heads = []
+        for head in range(4):
+            part = slice(2 * head, 2 * head + 2)
+            scores = keys[:, part] @ query[part] / 2**0.5 + layer.distance_bias[head, -len(seen) :]
+            heads.append(scores.softmax(0) @ values[:, part])
+        x = gated(layer.gates[0], inputs[t], layer.output(torch.cat(heads)).relu())
+        torch.testing.assert_close(output[0], gated(layer.gates[1], x, layer.feed_forward(layer.norms[1](x)).relu()))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_rows_give_no_actions(kind):
     policy = make_policy(kind)
@@ -319,5 +349,6 @@ def test_minimal_gru_is_the_recurrence_of_its_paper():
 def test_gates_of_the_transformer_pass_their_input_on_at_first():
     """A bias of 2 keeps most of the residual stream, as the paper recommends."""
     gate = GRUGate(64)
+    assert ((gate.of_output.bias == -2) == (torch.arange(3 * 64) // 64 == 1)).all()  # of z alone
     x = torch.randn(32, 64)
     assert (gate(x, torch.zeros_like(x)) - x).abs().mean() < 0.3 * x.abs().mean()
