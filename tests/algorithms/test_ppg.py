@@ -192,6 +192,13 @@ def test_the_learning_rate_of_each_phase_is_logged() -> None:
     assert rates == {"train/learning_rate": 3e-3, "train/aux_learning_rate": pytest.approx(1.5e-3)}
 
 
+def test_the_learning_rate_adapts_after_a_rollout_with_an_auxiliary_phase_too() -> None:
+    adaptive = {"target_kl": 1e9, "factor": 1.25, "maximum": 1.0}  # every rollout is below the target
+    model = make(num_policy_iterations=1, optimizer={"adaptive_learning_rate": adaptive})
+    fit(model, 3)
+    assert model.optimizers()[0].param_groups[0]["lr"] == pytest.approx(3e-3 * 1.25**3)
+
+
 def test_target_kl_does_not_stop_the_auxiliary_phase() -> None:
     model = make(target_kl=1e-9)
     before = parameters_of(model)
