@@ -69,6 +69,30 @@ def test_replay_detects_state_of_earlier_episodes(what, exact):
     assert (again.episode, again.step_count) == ((1, 3) if exact else (2, 0))
 
 
+class CountingResets(gymnasium.ObservationWrapper):
+    """Adds the number of all resets to the observation."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.resets = 0
+        self.observation_space = spaces.Dict({"count": env.observation_space, "resets": spaces.Box(0, 9, (1,))})
+
+    def reset(self, **kwargs):
+        self.resets += 1
+        return super().reset(**kwargs)
+
+    def observation(self, observation):
+        return {"count": observation, "resets": np.array([self.resets], np.float32)}
+
+
+@pytest.mark.parametrize(("resets", "exact"), [(1, True), (0, False)])
+def test_replay_detects_a_single_part_of_the_observation_that_differs(resets, exact):
+    env, again = played(CountingResets(Counter(lengths=(9,)))), SeededEpisodes(CountingResets(Counter(lengths=(9,))))
+    again.env.env.episode = 0
+    again.env.resets = resets
+    assert again.restore(env.recorded())[0] == exact
+
+
 class Refusing(gymnasium.Wrapper):
     """Refuses the second step of an episode that follows too few others."""
 
