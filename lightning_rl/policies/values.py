@@ -17,7 +17,7 @@ from lightning_rl.policies.interface import Policy, RecurrentPolicy
 from lightning_rl.policies.recurrent import RecurrentState
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.validation import check
+from lightning_rl.validation import ConfigurationError
 
 # Limits of a forward pass, which bound its memory: rows, on a CPU and elsewhere, and entries of observations.
 _MAX_ROWS, _MAX_ROWS_ELSEWHERE, _MAX_ENTRIES = 8192, 2**17, 2**24
@@ -38,8 +38,9 @@ class Finals(NamedTuple):
 
 def check_shape(name: str, x: Tensor, *rows: int) -> None:
     """Raise a `ConfigurationError` unless a policy has returned one number per observation."""
-    found = tuple(x.shape)
-    check(found == rows, f"make_policy: shape of the policy's {name}", found, f"{rows}, one number per observation")
+    if (found := tuple(x.shape)) != rows:
+        expected = f"expected {rows}, one number per observation"
+        raise ConfigurationError(f"make_policy: shape of the policy's {name}={found} is not valid: {expected}")
 
 
 @torch.no_grad()
