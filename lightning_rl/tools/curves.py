@@ -106,13 +106,10 @@ def joined(logs: Iterable[Log]) -> list[Log]:
 def _merge(parts: list[Log]) -> Log:
     scalars: dict[str, Series] = {}
     for log in parts:
-        for key, (steps, values) in scalars.items():
-            kept = steps < _first_step(log)  # later steps were repeated after the checkpoint
-            scalars[key] = Series(steps[kept], values[kept])
-        for key, series in log.scalars.items():
-            before = scalars.get(key, Series(*np.zeros((2, 0))))
-            scalars[key] = Series(*(np.concatenate(pair) for pair in zip(before, series, strict=True)))
-    scalars = {key: series for key, series in scalars.items() if len(series.steps)}
+        for key, new in log.scalars.items():
+            old = scalars.get(key, Series(*np.zeros((2, 0))))
+            kept = old.steps < new.steps[0]  # later steps were repeated after the checkpoint
+            scalars[key] = Series(*(np.concatenate([x[kept], y]) for x, y in zip(old, new, strict=True)))
     changed = list(dict.fromkeys(change for log in parts for change in log.changes))
     return Log(parts[0].folder, parts[-1].settings, scalars, parts[-1].seed, parts[0].run, changed)
 

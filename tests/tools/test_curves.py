@@ -222,6 +222,22 @@ def test_of_starts_with_the_same_first_step_the_newest_counts(tmp_path):
     assert log.scalars[RETURN].values.tolist() == [10, 10, 10, 10]
 
 
+def test_value_with_another_clock_in_the_log_of_a_resumed_run_hides_no_earlier_values(tmp_path):
+    write_run(tmp_path / "run", [0])
+    for version, first in enumerate((10, 30)):
+        logger = CSVLogger(tmp_path / "logs", name="", version=version)
+        logger.log_metrics({"hp_metric": -1}, step=0)  # as TensorBoardLogger does by default
+        logger.log_metrics({"lr-Adam": 0.1}, step=1 + version)  # as LearningRateMonitor, which counts rollouts
+        for step in range(first, first + 30, 10):
+            logger.log_metrics({RETURN: version}, step=step)
+        logger.save()
+        (tmp_path / f"logs/version_{version}" / RUN_FOLDER).write_text("../../run\n")
+    (log,) = joined(find_logs(tmp_path / "logs"))
+    assert log.scalars[RETURN].steps.tolist() == [10, 20, 30, 40, 50]
+    assert log.scalars[RETURN].values.tolist() == [0, 0, 1, 1, 1]
+    assert log.scalars["hp_metric"].steps.tolist() == [0] and log.scalars["lr-Adam"].steps.tolist() == [1, 2]
+
+
 def test_resumed_run_with_csv_logger_is_one_seed(in_tmp_path, monkeypatch, capsys):
     fit = ["fit", "--model=PPO", "--data.env_id=CartPole-v1", "--data.num_envs=2", "--data.rollout_length=16"]
     fit += ["--data.rollouts_per_epoch=2", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=0"]
