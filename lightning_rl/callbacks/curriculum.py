@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import fmean
 from typing import Annotated, Any
 
@@ -53,8 +53,8 @@ class Curriculum(Callback):
 
     Args:
         stages: The stages, as `CurriculumStage` or dicts of its fields.
-        episodes: Number of recent training episodes of all ranks in the mean return of `until_return`. Episodes that
-            ended in an earlier stage, or in an actor's rollout that was requested in one, do not count.
+        episodes: Number of recent training episodes of all ranks in the mean return of `until_return`. Not counted in a
+            stage are earlier episodes, rollouts that actors began earlier, and then one episode per environment.
     """
 
     def __init__(self, stages: Stages, episodes: int = 50) -> None:
@@ -73,12 +73,13 @@ class Curriculum(Callback):
         check(all(x < y for x, y in pairwise(steps)), "stages: until_env_steps", steps, "increasing numbers")
         self.stage = 0
         self._returns: deque[float] = deque(maxlen=episodes)
+        self._unfinished = 0  # episodes that began in an earlier stage
 
     def state_dict(self) -> dict[str, Any]:
-        return {"stage": self.stage, "returns": list(self._returns)}
+        return {"stage": self.stage, "returns": list(self._returns), "unfinished": self._unfinished}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.stage = state_dict["stage"]
+        self.stage, self._unfinished = state_dict["stage"], state_dict.get("unfinished", 0)
         self._returns.clear()
         self._returns.extend(state_dict["returns"])
 
@@ -87,7 +88,7 @@ class Curriculum(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not env_steps_of(pl_module):  # a new run, whose callback may have served another one
-            self.stage = 0
+            self.stage = self._unfinished = 0
             self._returns.clear()
         count = len(self.stages)
         check(self.stage < count, "stages: length", count, f"more than {self.stage}, the stage in the checkpoint")
@@ -97,13 +98,16 @@ class Curriculum(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Rollout, batch_idx: int
     ) -> None:
         # Actors finish rollouts that were requested in an earlier stage.
-        for returns in gather_ranks([] if batch.has_old_settings else batch.episodes.returns):
-            self._returns.extend(returns)
+        ended = [*chain(*gather_ranks([] if batch.has_old_settings else batch.episodes.returns))]
+        self._returns.extend(ended[self._unfinished :])
+        self._unfinished = max(0, self._unfinished - len(ended))
         before = self.stage
         while self._is_over(env_steps_of(pl_module)):
             self.stage += 1
             self._returns.clear()
         if self.stage > before:
+            data = data_of(trainer)
+            self._unfinished = data.num_envs * max(1, data.num_actors) * trainer.world_size
             rank_zero_info(f"Curriculum: stage {self.stage} begins at {pl_module.env_steps} environment steps")
             self._change(trainer)
         values = {"stage": self.stage, **self.stages[self.stage].attributes}

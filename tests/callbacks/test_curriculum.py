@@ -243,6 +243,24 @@ def test_stage_ends_once_the_mean_return_of_recent_episodes_is_reached():
     assert reached[0] == (0, 10) and reached[1] == (1, 0)
 
 
+@pytest.mark.parametrize("num_envs", [2, 4])
+def test_episodes_that_began_in_an_earlier_stage_do_not_end_the_next_one(num_envs):
+    """Episodes of length 20 return at least 10, those of length 9 at most 9; a rollout has 16 steps."""
+    stages = stages_of("length", 20, 9, 3)
+    for stage in stages[:2]:
+        stage["until_return"] = 10
+        del stage["until_env_steps"]
+    curriculum, reached = Curriculum(stages, episodes=2), []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, *_):
+            reached.append(curriculum.stage)
+
+    # The second stage begins with the third rollout, in which the second episodes end.
+    fit(curriculum, make_data(ENV_ID, num_envs=num_envs, rollouts_per_epoch=5), Watch())
+    assert reached == [0, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("env_id", "options", "name", "values"),
     [
