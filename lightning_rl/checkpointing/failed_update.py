@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_rl.checkpointing.run_folders import saved_at
 from lightning_rl.distributed import gather_ranks
 from lightning_rl.files import WriteFailure, load_plain, save_file
 from lightning_rl.policies.sharding import whole
@@ -138,8 +139,8 @@ def save_failed_update(
     # A function of the user, or another kind of minibatch, cannot be stored as plain data.
     if getattr(module, name, None) != failed.loss or not isinstance(failed.minibatch, Minibatch):
         return None
-    callbacks = reversed(trainer.checkpoint_callbacks)  # the last one saves the newest checkpoint
-    checkpoints = [getattr(c, name, "") for c in callbacks for name in ("last_model_path", "best_model_path")]
+    names = ("last_model_path", "best_model_path")
+    checkpoints = [str(getattr(callback, x, "")) for callback in trainer.checkpoint_callbacks for x in names]
     content = {
         "algorithm": f"{type(module).__module__}.{type(module).__qualname__}",
         "hyper_parameters": dict(module.hparams),
@@ -153,7 +154,7 @@ def save_failed_update(
         "env_steps": module.env_steps,
         "planned_env_steps": module.clock.planned_env_steps,
         "policy_version": module.policy_version,
-        "checkpoint_path": next((str(path) for path in checkpoints if path), None),
+        "checkpoint_path": max(filter(None, checkpoints), key=saved_at, default=None),
     }
     rank = f"-rank{module.global_rank}" if trainer.world_size > 1 else ""
     path = Path(trainer.default_root_dir) / f"failed-update-{module.env_steps}{rank}.pt"

@@ -139,16 +139,17 @@ def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool
         nested: Search all folders below `root` for runs.
     """
     paths = root.glob(f"{'**/' if nested else ''}version_*/{CHECKPOINTS}/*.ckpt")
-    runs = list(dict.fromkeys(path.parent for path in sorted(paths, key=_time, reverse=True)))
+    runs = list(dict.fromkeys(path.parent for path in sorted(paths, key=saved_at, reverse=True)))
     if name == "best":
         return _best(runs[0], resumable) if runs else None
     return next((path for run in runs if (path := _furthest_intact(run, resumable)) is not None), None)
 
 
-def _time(path: Path) -> float:
+def saved_at(path: str | Path) -> float:
+    """Return the time of a file; 0 if there is none, since a run that is still training may have replaced it."""
     try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # a run that is still training has replaced it
+        return os.stat(path).st_mtime
+    except OSError:
         return 0.0
 
 
@@ -159,7 +160,7 @@ def _furthest_first(folder: Path, resumable: bool = False) -> list[tuple[float, 
     """
     found: list[tuple[float, Path]] = []
     # Of files of the same step and time, `last.ckpt` comes first.
-    for path in sorted(folder.glob("*.ckpt"), key=lambda path: (_time(path), path.name.startswith("last"))):
+    for path in sorted(folder.glob("*.ckpt"), key=lambda path: (saved_at(path), path.name.startswith("last"))):
         steps = max((earlier for earlier, _ in found), default=-1) + 0.5
         with contextlib.suppress(ConfigurationError):
             checkpoint = read_checkpoint(path, mapped=True)

@@ -13,7 +13,17 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_rl import CLEAR, PPG, PPO, EnvStepLimit, FailedUpdate, LastCheckpoint, OffPolicyPPG, PPOKLPenalty
+from lightning_rl import (
+    CLEAR,
+    PPG,
+    PPO,
+    EnvStepCheckpoint,
+    EnvStepLimit,
+    FailedUpdate,
+    LastCheckpoint,
+    OffPolicyPPG,
+    PPOKLPenalty,
+)
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.advantages import divergence
@@ -161,6 +171,13 @@ def test_failed_update_names_last_checkpoint_beside_an_older_best_one(last_is_fi
     model = BrokenRollouts(VECTOR, DISCRETE, broken=[2], **OPTIONS)
     options = {"enable_checkpointing": True, "callbacks": callbacks, "max_epochs": 3, "limit_train_batches": 1}
     assert FailedUpdate.load(fail(model, tmp_path, **options)).checkpoint_path == str(tmp_path / "last.ckpt")
+
+
+def test_failed_update_names_a_checkpoint_within_an_epoch_that_is_newer_than_the_last_of_an_epoch(tmp_path):
+    model = BrokenRollouts(VECTOR, DISCRETE, broken=[3], **OPTIONS)
+    options = {"callbacks": [EnvStepCheckpoint(1, tmp_path), LastCheckpoint(tmp_path)], "enable_checkpointing": True}
+    failed = FailedUpdate.load(fail(model, tmp_path, max_epochs=2, limit_train_batches=2, num_rollouts=2, **options))
+    assert failed.checkpoint_path == str(tmp_path / f"step={failed.env_steps}.ckpt")
 
 
 def test_skipped_update_changes_no_parameters_or_statistics(tmp_path):
