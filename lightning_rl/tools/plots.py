@@ -129,7 +129,7 @@ def draw_profiles(scores: Mapping[str, Array], paths: Sequence[Path], *, label: 
     """
     everything = np.concatenate([one.ravel() for one in scores.values()])
     thresholds = np.linspace(everything.min(), everything.max(), _THRESHOLDS)
-    with _figure((5.0, 3.6), paths, f"band: {confidence:.0%} stratified bootstrap interval") as figure:
+    with _figure((5.0, 3.6), paths, f"band: {100 * confidence:.4g}% stratified bootstrap interval") as figure:
         axis = figure.subplots()
         for number, (name, one) in enumerate(scores.items()):
             color = COLORS[number % len(COLORS)]
@@ -148,7 +148,7 @@ def draw_improvement(scores: Mapping[str, Array], paths: Sequence[Path], *, conf
     """
     pairs = list(itertools.combinations(scores, 2))
     size = 5.0, 1.2 + 0.4 * len(pairs)
-    with _figure(size, paths, f"line: estimate; bar: {confidence:.0%} stratified bootstrap interval") as figure:
+    with _figure(size, paths, f"line: estimate; bar: {100 * confidence:.4g}% stratified bootstrap interval") as figure:
         axis = figure.subplots()
         for row, (first, second) in enumerate(pairs):
             both = scores[first], scores[second]
@@ -189,7 +189,7 @@ def _caption(panels: Sequence[Panel], statistic: Statistic, confidence: float) -
         return "one seed each: no interval"
     name = "interquartile mean" if statistic == "iqm" and max(counts) >= 4 else "mean"
     few = " (mean of fewer than four)" if name != "mean" and min(counts) < 4 else ""
-    return f"line: {name} over seeds{few}; band: its {confidence:.0%} bootstrap interval; thin: each seed"
+    return f"line: {name} over seeds{few}; band: its {100 * confidence:.4g}% bootstrap interval; thin: each seed"
 
 
 def draw_runs(

@@ -327,6 +327,8 @@ def test_plot_command_draws_a_panel_per_environment(in_tmp_path, monkeypatch, ca
     assert {"CartPole-v1", "Acrobot-v1", "environment steps", "episode return (training)"} <= set(text)
     assert {"PPO, 4 seeds", "mine, 4 seeds", "PPO, 1 seed"} <= set(text)
     assert any("interquartile mean over seeds; band: its 95% bootstrap interval" in line for line in text)
+    plot(monkeypatch, "other", "--out=wide.svg", "--confidence=0.995")
+    assert "its 99.5% bootstrap interval" in Path("wide.svg").read_text()
     before = Path("curves.svg").read_bytes()
     plot(monkeypatch, "runs", "mine=other", "--out=curves.svg")
     assert Path("curves.svg").read_bytes() == before  # the same runs, the same file
