@@ -76,6 +76,9 @@ class _EnvStepBar(ProgressBar):
         self._shown |= {key: value for key, value in others.items() if key not in _HIDDEN}
         return self._shown
 
+    def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Do not begin a bar for each epoch."""
+
 
 class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
     """One bar for the whole training run: environment steps done of those planned, speed, returns, time left.
@@ -172,9 +175,6 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
 
     on_exception = on_train_end  # shows the progress of an interrupted run
 
-    def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
-        """Do not begin a bar for each epoch."""
-
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not end a bar with each epoch."""
 
@@ -196,8 +196,9 @@ class EnvStepRichProgressBar(_EnvStepBar, RichProgressBar):
     def __init__(self, refresh_rate: int = 2, **kwargs: Any) -> None:  # as in Lightning
         super().__init__(refresh_rate, **kwargs)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.progress is not None and self.train_progress_bar_id is None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self.progress is not None:
             total, done = planned_env_steps(trainer) or math.inf, env_steps_of(pl_module)
             self.train_progress_bar_id = self.progress.add_task("Env steps", total=total, completed=done)
 

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_rl import PPO, EnvStepLimit, RolloutDataModule
+from lightning_rl import PPO, EnvStepCheckpoint, EnvStepLimit, RolloutDataModule
 from lightning_rl.callbacks import progress_bars
 from lightning_rl.callbacks.progress_bars import EnvStepProgressBar, EnvStepRichProgressBar
 from lightning_rl.cli.main import main
@@ -306,6 +306,14 @@ def test_rich_bar_starts_a_resumed_run_at_the_steps_done(terminal, tmp_path):
     trainer(rich_bar()).fit(model(), data(), ckpt_path=tmp_path / "half.ckpt")
     done = [int(n) for n in re.findall(r" (\d+)/512 ", terminal.text)]
     assert min(done) == EPOCH and max(done) == 2 * EPOCH
+
+
+def test_rich_bar_of_a_run_resumed_within_an_epoch_shows_the_whole_run(terminal, tmp_path):
+    saver = EnvStepCheckpoint(3 * STEPS, tmp_path, "within")
+    trainer(saver, max_epochs=1, enable_progress_bar=False, enable_checkpointing=True).fit(model(), data())
+    trainer(rich_bar()).fit(model(), data(), ckpt_path=tmp_path / "within.ckpt")
+    done = [int(n) for n in re.findall(r"Env steps ━+ (\d+)/512 ", terminal.text)]
+    assert min(done) >= 3 * STEPS and max(done) == 2 * EPOCH and "Epoch" not in terminal.text
 
 
 def test_rich_bar_of_a_run_without_an_end_only_counts(terminal):
