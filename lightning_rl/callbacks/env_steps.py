@@ -87,8 +87,12 @@ class EnvStepWriter(EnvStepInterval):
         """Write the files of the current environment step into a folder; called on the first rank."""
         raise NotImplementedError
 
-    def check_folder(self) -> None:
-        """Raise a `ConfigurationError` if the folder that the user chose cannot be written."""
+    def check_folder(self, trainer: Trainer) -> None:
+        """Raise a `ConfigurationError` if the folder cannot be written, or another such callback writes there too."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        folders = [str(callback.dirpath) for callback in callbacks if type(callback) is type(self)]
+        expected = f"a folder of its own for each {type(self).__name__}"
+        check(folders.count(str(self.dirpath)) == 1, "dirpath", self.dirpath, expected)
         if self.dirpath is not None:
             make_folder("dirpath", self.dirpath)
 

@@ -80,7 +80,7 @@ class PolicyExport(EnvStepWriter):
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         check_exportable(pl_module, self.format, self.programs)
-        self.check_folder()
+        self.check_folder(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int

@@ -57,7 +57,7 @@ class VideoRecorder(EnvStepWriter):
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             check_imageio()
             data_of(trainer).check_filmable(self.env_kwargs)
-            self.check_folder()
+            self.check_folder(trainer)
 
     def write(self, folder: Path, trainer: Trainer, pl_module: LightningModule) -> None:
         step, data = env_steps_of(pl_module), data_of(trainer)

@@ -753,6 +753,13 @@ def test_two_exports_have_separate_states_and_the_score_is_resumed(tmp_path):
     assert again._score == {"mean": 1.5}
 
 
+def test_two_exports_into_one_folder_are_refused(tmp_path):
+    exports = [PolicyExport(32, tmp_path, programs=GREEDY), PolicyExport(64, str(tmp_path), keep=1, programs=GREEDY)]
+    with pytest.raises(ConfigurationError, match="expected a folder of its own for each PolicyExport"):
+        fit(*exports, EnvStepLimit(64))
+    assert not [*tmp_path.iterdir()]
+
+
 def test_an_export_of_a_new_run_has_no_score_of_an_earlier_run(tmp_path):
     export = PolicyExport(64, tmp_path, programs=GREEDY)
     fit(export, EnvStepLimit(64))
