@@ -121,7 +121,6 @@ class EnvStepLimit(Callback):
         self.max_env_steps = int(check_positive_int("max_env_steps", whole_number(max_env_steps)))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop a resumed run that has reached the limit already."""
         if self._stop_if_reached(trainer, pl_module):
             rank_zero_warn(
                 f"max_env_steps={self.max_env_steps} was reached before: the run is at "
