@@ -405,7 +405,7 @@ class Collector:
             final_indices=finals.indices,
             final_observations=finals.observations,
             starts=torch.from_numpy(starts),
-            episodes=EpisodeSummary([episode[2] for episode in finished], [episode[3] for episode in finished]),
+            episodes=EpisodeSummary([e[2] for e in finished], [e[3] for e in finished], [e[:2] for e in finished]),
         )
         if self.memory.stored:
             rollout.memory = map_stacked(torch.stack, self.memory.stored)

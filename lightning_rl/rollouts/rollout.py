@@ -28,10 +28,11 @@ _FIELDS = (
 
 @dataclass(frozen=True)
 class EpisodeSummary:
-    """Undiscounted returns and lengths of finished episodes."""
+    """Undiscounted returns and lengths of finished episodes, and time and environment of their last steps."""
 
     returns: Sequence[float] = ()
     lengths: Sequence[int] = ()
+    ends: Sequence[tuple[int, int]] = ()
 
 
 OF_EPISODES = [f"episode_{name}{kind}" for name in ("return", "length") for kind in ("", "_min", "_max")]

@@ -128,7 +128,8 @@ class RolloutMetrics(LogWindow):
         clock, interval = model.clock, model.trainer.log_every_n_steps
         scalars = {f"{self.prefix}/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
         for key, x in (rollout.infos or {}).items():
-            scalars |= _of_info(key, x.ravel(), x[rollout.dones.cpu()])
+            last_steps = torch.tensor(rollout.episodes.ends, dtype=torch.long).view(-1, 2)
+            scalars |= _of_info(key, x.ravel(), x[last_steps.unbind(1)])
         scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
         scalars |= {f"time/{part}_seconds": [spent] for part, spent in rollout.parts_of_seconds.items()}
         number = clock.policy_version - 1  # the version includes the update from this rollout

@@ -305,6 +305,16 @@ def test_restarts_are_not_logged_if_failures_raise():
     assert logger.rows("time/steps_per_second") and not logger.rows("rollout/env_restarts")
 
 
+def test_means_over_last_steps_of_episodes_leave_out_failed_episodes():
+    data = make_data(TRAINING, 0, at=3, info_keys=["level"])  # environment 0 ends with level 5, the other fails after 2
+    logger = MemoryLogger()
+    model = PPO(data.observation_space, data.action_space, num_minibatches=1)
+    with pytest.warns(UserWarning, match="It was replaced"):
+        make_trainer(logger=logger, log_every_n_steps=1, limit_train_batches=1).fit(model, data)
+    assert [value for _, value in logger.rows("rollout/episodes")] == [1]
+    assert [value for _, value in logger.rows("rollout/level_last")] == [5]
+
+
 def test_evaluation_replaces_a_failed_episode():
     data = make_data(EVALUATION, 1, evaluation={"episodes": 4, "num_envs": 2})
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
