@@ -197,7 +197,9 @@ class VectorGameScore(VectorWrapper):
             continues = infos["terminated"] == 0 if "terminated" in infos else life_lost
             over = ended & (truncated | ~continues)
             if over.any():
-                final = infos.setdefault("final_info", {}) if self._mode is AutoresetMode.SAME_STEP else infos
+                final = infos
+                if self._mode is AutoresetMode.SAME_STEP:  # games that go on after a lost life have the same `info`
+                    final = infos["final_info"] = infos | {f"_{key}": ~over for key in infos}
                 final |= {"game_return": self._scores.copy(), "_game_return": over}
                 final |= {"game_length": self._lengths.copy(), "_game_length": over}
                 self._scores[over], self._lengths[over] = 0.0, 0

@@ -6,8 +6,9 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
 
-from lightning_rl.environments.atari import EpisodicLife, GameScore, WholeGame
+from lightning_rl.environments.atari import EpisodicLife, GameScore, VectorGameScore, WholeGame
 
 
 class Script(gymnasium.Env):
@@ -65,3 +66,26 @@ def test_points_scored_between_two_lives_count(steps, rewards):
     env = whole_game(*steps)
     assert rewards_of(env) == rewards
     assert rewards_of(env) == rewards  # the next game starts at 0
+
+
+class TwoGames(VectorEnv):
+    """In the first step one game loses a life while the other ends and begins again, as in ale-py."""
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    num_envs = 2
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros((2, 1)), {"lives": np.array([3, 1])}
+
+    def step(self, actions):
+        infos = {"lives": np.array([2, 3]), "final_obs": np.zeros((2, 1)), "terminated": np.array([0, 1])}
+        return np.ones((2, 1)), np.zeros(2), np.ones(2, bool), np.zeros(2, bool), infos
+
+
+def test_lost_life_has_its_info_in_a_step_that_ends_another_game():
+    env = VectorGameScore(TwoGames(), clips_rewards=False)
+    env.reset()
+    final = env.step(np.zeros(2))[-1]["final_info"]
+    assert final["lives"][final["_lives"]].tolist() == [2]
+    assert final["game_length"][final["_game_length"]].tolist() == [1]
+    assert final["_lives"].tolist() == [True, False] and final["_game_length"].tolist() == [False, True]
