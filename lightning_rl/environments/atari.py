@@ -59,11 +59,12 @@ class GameScore(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
-        self.score, self.last_score, self.games = 0.0, 0.0, 0
-        self._length = 0
+        self.score, self._length, self.games = 0.0, 0, 0
+        self.previous_game: dict[str, Any] = {}  # the `info` of its end
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self.last_score, self.score, self._length = self.score, 0.0, 0
+        self.previous_game = {"game_return": self.score, "game_length": self._length}
+        self.score, self._length = 0.0, 0
         self.games += 1
         return self.env.reset(seed=seed, options=options)
 
@@ -72,7 +73,7 @@ class GameScore(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.score += float(reward)
         self._length += 1
         if terminated or truncated:
-            info["game_return"], info["game_length"] = self.score, self._length
+            info |= {"game_return": self.score, "game_length": self._length}
         return observation, reward, terminated, truncated, info
 
 
@@ -153,7 +154,8 @@ class WholeGame(gymnasium.Wrapper[Any, Any, Any, Any]):
             games = self._game.games
             observation, info = self.env.reset()
             if self._game.games > games:  # the reset lost the last life, and began a new game
-                return observation, self._game.last_score - self._score, True, truncated, info
+                over = self._game.previous_game
+                return observation, over["game_return"] - self._score, True, truncated, info | over
             terminated, info = False, info | {LIFE_LOST: True}
         reward = self._game.score - self._score
         self._score = self._game.score

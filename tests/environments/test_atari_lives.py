@@ -39,15 +39,15 @@ def whole_game(*steps):
     return WholeGame(EpisodicLife(game), game)
 
 
-def rewards_of(env):
-    """Return the rewards of one game."""
+def play(env):
+    """Return the rewards of one game, and the `info` of its end."""
     env.reset(seed=0)
     rewards = []
     for _ in range(20):
-        _, reward, terminated, truncated, _ = env.step(0)
+        _, reward, terminated, truncated, info = env.step(0)
         rewards.append(reward)
         if terminated or truncated:
-            return rewards
+            return rewards, info
     raise AssertionError("no end")
 
 
@@ -64,8 +64,9 @@ def rewards_of(env):
 )
 def test_points_scored_between_two_lives_count(steps, rewards):
     env = whole_game(*steps)
-    assert rewards_of(env) == rewards
-    assert rewards_of(env) == rewards  # the next game starts at 0
+    over = {"game_return": sum(rewards), "game_length": len(steps)}
+    assert play(env) == (rewards, over)
+    assert play(env) == (rewards, over)  # the next game starts at 0
 
 
 class TwoGames(VectorEnv):
