@@ -88,10 +88,12 @@ class ObservationNormalizer(nn.Module):
     def forward(self, observations: Tensor) -> Tensor:
         """Normalize observations `[..., *shape]`, in at least float32."""
         dtype = torch.float64 if observations.dtype == torch.float64 else torch.float32
-        mean, scale = self.moments.mean.to(dtype), self.moments.scale(self.epsilon).to(dtype)
+        mean, scale = self.moments.mean, self.moments.scale(self.epsilon).to(dtype)
+        if observations.dtype not in (torch.int64, torch.int32):  # which may be large, such as times since 1970
+            mean = mean.to(dtype)
         if observations.dtype is torch.bool:  # PyTorch refuses a difference
             observations = observations.to(dtype)
-        return (observations - mean).mul_(scale).clamp_(-self.clip, self.clip)
+        return (observations - mean).to(dtype).mul_(scale).clamp_(-self.clip, self.clip)
 
     def update(self, observations: Tensor) -> None:
         self.moments.update(observations)

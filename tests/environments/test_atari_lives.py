@@ -1,6 +1,7 @@
 """Lives and scores of games with scripted points."""
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import gymnasium
 import numpy as np
@@ -72,7 +73,7 @@ def test_points_scored_between_two_lives_count(steps, rewards):
 class TwoGames(VectorEnv):
     """In the first step one game loses a life while the other ends and begins again, as in ale-py."""
 
-    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    metadata: ClassVar = {"autoreset_mode": AutoresetMode.SAME_STEP}
     num_envs = 2
 
     def reset(self, *, seed=None, options=None):

@@ -138,6 +138,15 @@ def test_booleans_are_normalized_as_numbers():
     assert not torch.equal(normalizer(rows), rows.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_small_changes_of_large_integers_are_seen(dtype):
+    """Float32 has a distance of 128 between times in seconds since 1970."""
+    rows = 1_700_000_000 + torch.tensor([[-1], [1]], dtype=dtype)
+    normalizer = ObservationNormalizer((1,))
+    normalizer.update(rows)
+    assert normalizer(rows).tolist() == [[-1], [1]]
+
+
 @pytest.mark.parametrize("epsilon", [1e-8, 0.0])
 def test_constant_observations_become_zero(epsilon):
     normalizer = ObservationNormalizer((1,), epsilon=epsilon)
