@@ -186,7 +186,7 @@ def _replaced(observation: Nested, path: str, part: Nested) -> Nested:
 
 
 def _stacked(rows: Any) -> np.ndarray[Any, Any]:  # an array with one object, or None, per environment
-    like = np.asarray(next(row for row in rows if row is not None))
+    like = np.asarray(next((row for row in rows if row is not None), 1))
     return np.stack([np.ones_like(like) if row is None else np.asarray(row) for row in rows])
 
 

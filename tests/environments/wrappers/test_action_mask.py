@@ -214,6 +214,8 @@ def test_parts_without_a_mask_may_be_none():
     action_space = spaces.Tuple([spaces.Discrete(2), spaces.Box(-1, 1, (2,))])
     source = MaskSource("info.action_mask", spaces.Box(-1, 1), action_space)
     assert source.by_name((np.array([1, 0]), None)).keys() == {"0"}
+    rows = np.array([None, None])
+    assert source.by_name({"0": np.array([[1, 0], [0, 1]]), "1": rows}, leading=1)["1"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("mask", [[0.0, -math.inf], [0.5, 1.0], [256, 1]])
