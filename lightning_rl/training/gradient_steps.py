@@ -240,7 +240,7 @@ class GradientSteps:
         if "approx_kl" in means:
             mean_kl = average(_exact(means["approx_kl"], self.model.device))
             self.adaptive_learning_rate.adapt(self.optimizers[0].optimizer, float(mean_kl))
-        elif self.record.num_updates and not self.is_warming_up:
+        elif "loss" in means and not self.is_warming_up:
             raise RuntimeError("optimizer.adaptive_learning_rate needs approx_kl: call loss.observe(approx_kl=rows)")
 
     @property

@@ -199,6 +199,18 @@ def test_the_learning_rate_adapts_after_a_rollout_with_an_auxiliary_phase_too() 
     assert model.optimizers()[0].param_groups[0]["lr"] == pytest.approx(3e-3 * 1.25**3)
 
 
+def test_the_learning_rate_stays_after_a_rollout_that_only_the_auxiliary_phase_learns_from() -> None:
+    class LeavesOut(PPG):
+        def step_weights(self, rollout: Rollout) -> torch.Tensor:
+            return torch.full_like(rollout.rewards, float(self.policy_version == 0))
+
+    adaptive = {"target_kl": 1e9, "factor": 1.25, "maximum": 1.0}
+    model = make(LeavesOut, optimizer={"adaptive_learning_rate": adaptive})
+    recorder = fit(model, 2)
+    assert "policy_loss" not in recorder.rows[1] and recorder.rows[1]["aux_head_loss"] > 0
+    assert model.optimizers()[0].param_groups[0]["lr"] == pytest.approx(3e-3 * 1.25)
+
+
 def test_target_kl_does_not_stop_the_auxiliary_phase() -> None:
     model = make(target_kl=1e-9)
     before = parameters_of(model)
