@@ -17,7 +17,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_rl import CLEAR, PPO, VMPO
+from lightning_rl import CLEAR, PPG, PPO, VMPO, OffPolicyPPG
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     PIXELS,
@@ -204,6 +204,16 @@ def test_statistics_of_a_rollout_are_logged_although_its_step_was_skipped():
     make_trainer(callbacks=[recorder], **precision_options("16-mixed", init_scale=2.0**40)).fit(model, data)
     (row,) = recorder.rows
     assert row["skipped_steps"] == 1 and {"explained_variance", "importance_weight", "replay_unrolls"} <= row.keys()
+
+
+@pytest.mark.parametrize("algorithm", [PPG, OffPolicyPPG])
+def test_the_divergence_of_an_auxiliary_phase_is_logged_although_its_last_step_was_skipped(algorithm):
+    data, recorder = make_data(rollouts_per_epoch=1), Recorder()
+    more = {"batch_size": 32} if algorithm is OffPolicyPPG else {}
+    model = algorithm(data.observation_space, data.action_space, num_policy_iterations=1, num_aux_epochs=1, **more)
+    make_trainer(callbacks=[recorder], **precision_options("16-mixed", init_scale=2.0**40)).fit(model, data)
+    (row,) = recorder.rows
+    assert row["aux_skipped_steps"] == 1 and row["aux_kl"] == pytest.approx(0, abs=1e-6)
 
 
 def test_gradients_are_unscaled_before_they_are_clipped_and_logged():

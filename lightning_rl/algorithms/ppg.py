@@ -203,6 +203,7 @@ class PPG(PPO):
                     self.descend(self.auxiliary_loss, minibatch)
                     if self.steps.stopped:
                         return
+            self.steps.record.end_minibatches()  # log what follows, even if 16-mixed skipped the last step
             self.observe_divergence()
 
     def auxiliary_loss(self, batch: Batch) -> Loss:
