@@ -419,9 +419,9 @@ class OnPolicyAlgorithm(LightningModule):
     ) -> dict[str, float]:
         """Return the terms of the loss over a rollout, or rows of its `batch`, without learning: `policy_loss`, ….
 
-        Changes nothing: no parameter, gradient, normalizer, clock, generator or logged value. Needs no Trainer. With
-        several ranks it is a collective call over the rows of all ranks. As in training, scheduled options have their
-        value at `env_steps`, and with `normalization.update: before` the normalizers include the rollout.
+        Changes no parameter, gradient, normalizer, clock, generator or logged value. Needs no Trainer. A collective
+        call over the rows of all ranks. Scheduled options have their value at `env_steps`. With `normalization.update:
+        before` the normalizers include the rollout, or within an update the one that is learned from.
 
         Args:
             rollouts: One or several.

@@ -84,8 +84,8 @@ class Normalizers:
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
+        # Within an update, `_undo` keeps `begin` from merging the rollout a second time.
         restore, kept = self._snapshot(), (self._undo, self.value_targets)
-        self._undo = self.value_targets = None
         try:
             yield
         finally:

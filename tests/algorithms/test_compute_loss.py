@@ -160,6 +160,28 @@ def test_compute_loss_of_several_rollouts_is_their_mean_or_sum(case):
         model.compute_loss([])
 
 
+@pytest.mark.parametrize("case", ["ppo", "normalisers_first"])
+def test_compute_loss_in_an_update_is_the_loss_of_its_batch(case):
+    """Normalizers that are updated first have the rollout already, and get it no second time."""
+    terms: list[tuple[dict[str, float], dict[str, float]]] = []
+    algorithm, options = CASES[case]
+
+    class Compares(algorithm):
+        def update(self, rollout):
+            batch, before = self.batch(rollout), copy.deepcopy(self.normalizers.of_rewards)
+            terms.append((self.compute_loss(rollout), self.compute_loss(batch)))
+            for name, x in () if before is None else before.state_dict().items():
+                assert torch.equal(x, self.normalizers.of_rewards.state_dict()[name])
+            super().update(rollout)
+
+    model = Compares(VECTOR, DISCRETE, **merged({"policy": {"hidden_sizes": (8,)}}, options))
+    rollouts = [random_rollout(model.policy, seed=seed) for seed in (0, 1)]
+    make_trainer().fit(model, FixedRollouts(rollouts, model))
+    assert len(terms) == 2
+    for of_rollout, of_batch in terms:
+        assert of_batch == {name: of_rollout[name] for name in of_batch}
+
+
 def test_compute_loss_raises_without_a_loss_method():
     class Own(OnPolicyAlgorithm):
         def update(self, rollout):
