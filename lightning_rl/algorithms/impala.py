@@ -164,5 +164,6 @@ class IMPALA(OnPolicyAlgorithm):
         if not isinstance(rollout, Rollout):
             raise TypeError(f"compute_loss of {type(self).__name__} takes a Rollout, not a {type(rollout).__name__}")
         steps = self.batch(rollout)
+        steps.is_on_policy &= not self.updating  # a step of the update may have changed the values
         self.steps.record_loss(self.loss(steps))
         self.observe_targets(steps)

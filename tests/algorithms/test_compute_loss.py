@@ -126,6 +126,23 @@ def test_compute_loss_of_vtrace_algorithms_needs_a_rollout():
         model.compute_loss(rollout.flatten())
 
 
+def test_compute_loss_of_vtrace_algorithms_after_the_step_has_values_of_the_new_policy():
+    losses = []
+
+    class Measured(IMPALA):
+        def update(self, rollout):
+            super().update(rollout)
+            losses.append(self.compute_loss(rollout))
+
+    class Again(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            losses.append(pl_module.compute_loss(batch))
+
+    model = Measured(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, learning_rate=1e-2)
+    make_trainer(callbacks=[Again()]).fit(model, FixedRollouts([random_rollout(model.policy)], model))
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case != "impala"])
 def test_compute_loss_needs_no_trainer_and_takes_batches(case):
     model = make(case)
