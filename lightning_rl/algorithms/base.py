@@ -614,6 +614,7 @@ class OnPolicyAlgorithm(LightningModule):
         has_update = type(self).update is not OnPolicyAlgorithm.update
         check(has_update, "model", type(self).__name__, "a subclass that defines update(rollout)")
         checks.check_trainer(self, trainer, rollout_shape)
+        check_penalized(self.policy, self.penalties)  # they may be frozen by now
         device = checks.training_device(trainer)
         problem = fast.compiler_problem(device) or None
         fast_paths = self.options["debug.fast_paths"]

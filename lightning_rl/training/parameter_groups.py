@@ -105,7 +105,7 @@ def _fits(name: str, pattern: str) -> bool:
 def check_penalized(policy: nn.Module, coefficients: Mapping[str, float]) -> None:
     """Check that a policy has the weights that `weight_penalty` penalizes."""
     for part, coefficient in coefficients.items():
-        expected = "0, since actor and critic share nothing: set optimizer.l2.policy and optimizer.l2.value"
+        expected = "0: all such weights are frozen, or actor and critic share nothing (set l2.policy and l2.value)"
         check(bool(weights_by_part(policy)[part]), f"optimizer.l2.{part}", coefficient, expected)
 
 

@@ -517,6 +517,15 @@ def test_weights_of_a_memory_belong_to_the_parts_that_use_it(separate):
         assert sizes == {"shared": encoder + core, **heads}
 
 
+def test_a_penalty_on_frozen_weights_alone_is_an_error_before_training():
+    data = make_data()
+    options = {"policy": {"shared_encoder": True}, "optimizer": {"l2": {"policy": 0.1, "shared": 0.1}}}
+    model = PPO(data.observation_space, data.action_space, **options)
+    model.policy.actor_encoder.requires_grad_(False)
+    with pytest.raises(ConfigurationError, match=r"optimizer.l2.shared=0\.1 .* all such weights are frozen"):
+        make_trainer().fit(model, data)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
