@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from lightning_rl import A2C, IMPALA, PPO, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
+from lightning_rl import A2C, IMPALA, PPO, VMPO, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
 from lightning_rl.checkpointing.format import run_state
 from lightning_rl.nested import leaves
 from lightning_rl.validation import ConfigurationError
@@ -197,6 +197,21 @@ def test_compute_loss_in_an_update_is_the_loss_of_its_batch(case):
     assert len(terms) == 2
     for of_rollout, of_batch in terms:
         assert of_batch == {name: of_rollout[name] for name in of_batch}
+
+
+@pytest.mark.parametrize("algorithm", [PPOKLPenalty, TFAgentsPPO, VMPO])
+def test_a_batch_from_before_the_update_has_the_divergence_from_the_policy_that_acted(algorithm):
+    found: list[dict[str, float]] = []
+
+    class Measured(algorithm):
+        def update(self, rollout):
+            batch = self.batch(rollout)
+            super().update(rollout)
+            found.extend(self.compute_loss(x) for x in (rollout, batch))
+
+    model = Measured(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, learning_rate=1e-2)
+    make_trainer().fit(model, FixedRollouts([random_rollout(model.policy)], model))
+    assert found[0]["kl"] == 0 < found[1]["kl"]
 
 
 def test_compute_loss_raises_without_a_loss_method():
