@@ -160,7 +160,7 @@ class CompiledEngine(FastEngine):
 
     def begin(self) -> None:
         """Require a check of the guards for the next minibatch."""
-        self._binding = None
+        self._binding, self._parameters = None, [*self._model.parameters()]
 
     def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> Step | None:
         """Take a whole step of `GradientSteps` in one program and count it; None if there is no such program."""
@@ -187,7 +187,7 @@ class CompiledEngine(FastEngine):
             program.use(groups)
             return program
 
-        how = (StepProgram, steps.part, steps.active_set)
+        how = (StepProgram, steps.part, steps.active_set, steps.max_grad_norm, steps.max_grad_value)
         step: Step | None = self._run(loss_of, batch, how, program_of, state)
         if step is not None and (not step[1].is_open.is_cpu or step[1].is_open):
             progress = step_progress(steps.model)
@@ -274,9 +274,13 @@ class CompiledEngine(FastEngine):
         return self._key(loss_of), how, [*batch.fields], batch.counts_all_rows, batch.is_normalized
 
     def _attributes(self) -> Iterator[Any]:
-        """Return attributes and buffers that a loss may read; the guards are checked again if one is replaced."""
+        """Return what a loss or step reads beside the minibatch; the guards are checked again if one is replaced."""
         own = vars(self._model)
-        return itertools.chain(own.values(), own["_buffers"].values(), vars(self._model.estimator).values())
+        vectors = (getattr(x.optimizer, "_vectors", None) for x in self._model.steps.optimizers)
+        trained = (x.requires_grad for x in self._parameters)
+        return itertools.chain(
+            own.values(), own["_buffers"].values(), vars(self._model.estimator).values(), vectors, trained
+        )
 
     def _fitted(self, signature: tuple[Any, ...] | None, batch: Any) -> Binding | None:
         """Return the current binding with the inputs of a minibatch, or None if the guards need a check."""

@@ -104,7 +104,7 @@ class PPOLoss:
             return None
         numbers = [batch.log_probs, batch.advantages, batch.returns, batch.values]
         numbers += [actions] if actions.is_floating_point() else []
-        if any(tensor.dtype is not self.dtype for tensor in numbers):
+        if any(x.dtype is not self.dtype for x in numbers) or not all(x.requires_grad for x in self.parameters):
             return None
         advantages = model.estimator.normalized(batch)
         with torch.no_grad(), np.errstate(all="ignore"):  # the update checks for non-finite values

@@ -201,6 +201,35 @@ def test_a_buffer_that_the_loss_reads_may_change_within_a_rollout(uncompiled):
         assert model.losses["coef"] == 2.5  # of four minibatches
 
 
+def freeze(model: PPO, number: int) -> None:
+    model.policy.action_head.requires_grad_(number % 2 == 0)
+
+
+def clip_less(model: PPO, number: int) -> None:
+    model.steps.max_grad_norm = 0.05 * (number + 1)
+
+
+def restore(model: PPO, number: int) -> None:
+    optimizer = model.optimizers().optimizer
+    if number == 1:
+        model.kept = copy.deepcopy(optimizer.state_dict())
+    elif number == 2:
+        optimizer.load_state_dict(model.kept)
+
+
+@pytest.mark.parametrize("fast_paths", ["auto", "compiled"])
+@pytest.mark.parametrize("change", [freeze, clip_less, restore])
+def test_an_update_may_change_what_a_step_reads(change, fast_paths, uncompiled):
+    class Changing(PPO):
+        def update(self, rollout: Any) -> None:
+            for k, minibatch in enumerate(self.minibatches(self.batch(rollout), self.num_epochs, self.num_minibatches)):
+                change(self, k)
+                self.descend(self.loss, minibatch)
+
+    model, other = (learn(algorithm=Changing, fast_paths=path) for path in (fast_paths, "none"))
+    assert_alike(model, other)
+
+
 @pytest.mark.parametrize("normalize", ["minibatch", "rollout", "none"])
 def test_a_loss_that_reads_the_advantages_gets_them_as_normalized_as_without_compiler(normalize, uncompiled):
     class Own(PPO):
