@@ -2,6 +2,7 @@
 
 import enum
 import tracemalloc
+from types import SimpleNamespace
 from unittest import mock
 
 import gymnasium
@@ -13,6 +14,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.wrappers import FrameStackObservation, OrderEnforcing, TimeLimit
 
 from lightning_rl.environments import episodes, workers
+from lightning_rl.environments.atari import EpisodicLife
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.validation import ConfigurationError
 from tests.probes import Counter, Echo, Random, Told, make_batch, make_collector
@@ -407,3 +409,67 @@ def test_label_has_the_restored_seed():
     again.load_state_dict(environments.state_dict())
     assert again.label(0) == expected
     assert torch.tensor(again.step(np.zeros(1, np.int64)).rewards).tolist() == [2.0]
+
+
+class Lives(gymnasium.Env):
+    """Games of three lives of three steps; each step draws a number."""
+
+    observation_space, action_space = spaces.Box(0, 1, (1,), np.float64), spaces.Discrete(2)
+
+    def __init__(self):
+        self.ale = SimpleNamespace(lives=lambda: 3 - self.count // 3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return self.np_random.random(1), {}
+
+    def step(self, action):
+        self.count += 1
+        return self.np_random.random(1), float(action), self.count == 9, False, {}
+
+
+def after_lives(lost, seed=7):
+    """Return an environment one step after it lost some lives of its second game."""
+    env = SeededEpisodes(EpisodicLife(Lives()))
+    env.reset(seed=seed)
+    for ended in range(3 + lost):  # a reset within a game takes a step too
+        while not env.step(1)[2]:
+            continue
+        env.reset()
+        assert env.get_wrapper_attr("continued_game") == (ended != 2)
+    env.step(0)
+    return env
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("used", [False, True])
+def test_games_are_restored_in_each_life(lost, used):
+    env = after_lives(lost)
+    again = after_lives(1, seed=8) if used else SeededEpisodes(EpisodicLife(Lives()))
+    record = env.recorded()
+    assert again.restore(record)[0]
+    assert again.recorded().keys() == record.keys() and again.recorded()["resets"] == record["resets"]
+    for _ in range(2):
+        while not (found := env.step(1))[2]:
+            assert again.step(1) == found
+        assert again.step(1) == found
+        assert again.reset() == env.reset()
+
+
+def test_a_life_that_cannot_be_restored_is_followed_by_a_new_game():
+    again = after_lives(1)
+    assert not again.restore(again.recorded() | {"reward_sum": -1.0})[0]
+    assert again.env.env.count == 0 and not again.get_wrapper_attr("continued_game")
+
+
+@pytest.mark.parametrize("episode", [0, 1])
+def test_a_walker_is_restored_in_its_first_episode_alone(episode):
+    """Contacts of Box2D's solver outlast a reset."""
+    walker = type("BipedalWalker", (Random,), {})
+    env = SeededEpisodes(walker())
+    env.reset(seed=7)
+    for _ in range(episode):
+        env.reset()
+    env.step(0)
+    assert SeededEpisodes(walker()).restore(env.recorded())[0] == (episode == 0)

@@ -86,10 +86,14 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-def test_scheduled_options_do_not_recompile(uncompiled):
-    model = learn(**SCHEDULES)
-    assert num_graphs(model) == 1
-    assert_alike(model, learn(**SCHEDULES, fast_paths="none"))
+@pytest.mark.parametrize("optimizer", [None, "torch.optim.RMSprop"])
+def test_scheduled_options_do_not_recompile(optimizer, uncompiled, monkeypatch):
+    compiled: list[Any] = []
+    monkeypatch.setattr(programs, "Compiled", lambda function, *_: compiled.append(function) or function)
+    options = SCHEDULES | {"optimizer": {"name": optimizer}}
+    model = learn(**options)
+    assert num_graphs(model) == len(compiled) == 1
+    assert_alike(model, learn(**options, fast_paths="none"))
 
 
 @pytest.mark.parametrize(("algorithm", "options"), [(PPO, {}), (RND, {"predictor_fraction": 0.9})])
@@ -279,6 +283,16 @@ def test_resumed_run_is_bit_identical(uncompiled, tmp_path):
     make_trainer(max_epochs=2).fit(resumed, data, ckpt_path=tmp_path / "model.ckpt")
     assert resumed.policy_version == whole.policy_version > first.policy_version
     assert_equal_parameters(resumed, parameters_of(whole))
+
+
+def test_tanh_of_compiled_programs_is_exact_to_1e_7_also_where_its_exponential_is_0():
+    x = torch.cat([torch.linspace(-20, 20, 4001), torch.tensor([0.0, -0.0, 1e3, -1e3, math.inf, -math.inf, math.nan])])
+    x.requires_grad_()
+    y, expected = programs.QuickTanh.apply(x), torch.tanh(x.double())
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-7, equal_nan=True)
+    assert torch.equal(y.signbit()[:-1], x.signbit()[:-1])
+    (found,), (gradient,) = (torch.autograd.grad(some.sum(), x) for some in (y, expected))
+    torch.testing.assert_close(found, gradient, rtol=0, atol=2e-7, equal_nan=True)
 
 
 def test_mixed_precision_is_compiled(uncompiled):
