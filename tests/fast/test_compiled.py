@@ -422,6 +422,18 @@ def test_hooks_of_parameters_see_the_gradient_of_autograd(uncompiled):
     assert_alike(*ends)
 
 
+def test_hooks_of_the_optimizer_run_after_each_step(uncompiled):
+    class Bounded(PPO):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_post_hook(lambda *_: self.policy.value_head.weight.data.clamp_(-0.1, 0.1))
+            return optimizer
+
+    model, other = (learn(algorithm=Bounded, fast_paths=fast_paths) for fast_paths in ("compiled", "none"))
+    assert model.policy.value_head.weight.abs().max() <= 0.1
+    assert_alike(model, other)
+
+
 def pretend_to_record(work):
     """Compute `work` anew in each run, as a CUDA graph does."""
     outputs = []
