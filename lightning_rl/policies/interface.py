@@ -222,7 +222,9 @@ def act(
         elif (found_rows := len(first_leaf(memory))) != num_rows:  # minGRU would broadcast one state to all rows
             check(False, "memory: rows", found_rows, f"{num_rows}, as many as observations")
         if episode_starts is not None:
-            memory = reset_memory(memory, np.atleast_1d(np.asarray(episode_starts, bool)))
+            starts = np.atleast_1d(np.asarray(episode_starts, bool))
+            check(len(starts) == num_rows, "episode_starts: rows", len(starts), f"{num_rows}, as many as observations")
+            memory = reset_memory(memory, starts)
         acting["memory"] = memory
     output = policy.act(map_paths(rows, space), deterministic=deterministic, **acting)  # type: ignore[operator]
     actions = to_environment(action_space, map_leaves(lambda x: x.cpu().numpy(), output.environment_action))

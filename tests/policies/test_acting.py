@@ -86,6 +86,14 @@ def test_act_refuses_the_recurrent_state_of_another_number_of_rows(case, before,
         model.act(np.ones((now, 3)), memory=memory)
 
 
+@pytest.mark.parametrize("starts", [True, [True], [True, False, False]])
+def test_act_refuses_starts_of_another_number_of_rows(starts):
+    model, rows = make("lstm"), np.ones((4, 3))
+    _, memory = model.act(rows)
+    with pytest.raises(ConfigurationError, match=r"episode_starts: rows=\d is not valid: expected 4, as many as obs"):
+        model.act(rows, memory=memory, episode_starts=starts)
+
+
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_act_starts_episodes_of_vectorized_environments_without_recurrent_state(mode):
     env = gymnasium.make_vec(
