@@ -926,6 +926,23 @@ def test_another_run_of_the_same_module_anneals_to_its_own_end_and_so_does_its_c
     assert train(loaded, max_epochs=1) == pytest.approx([2.5e-4, 1.25e-4])
 
 
+def test_a_resumed_run_anneals_to_the_same_end_although_resets_reduce_the_env_steps(tmp_path):
+    class SaveAt4(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: PPO, *_: Any) -> None:
+            if pl_module.policy_version == 4:
+                trainer.save_checkpoint(tmp_path / "4.ckpt")
+
+    def train(ckpt_path: Path | None = None) -> tuple[PPO, list[float]]:
+        data, recorder = make_data(rollouts_per_epoch=3, backend="native"), Recorder()
+        model = make_model(data, optimizer={"anneal": True})
+        make_trainer(max_epochs=2, callbacks=[recorder, SaveAt4()]).fit(model, data, ckpt_path=ckpt_path)
+        return model, recorder.column("learning_rate")
+
+    model, rates = train()
+    assert model.env_steps < model.clock.planned_env_steps == 6 * 32
+    assert train(tmp_path / "4.ckpt")[1] == rates[4:]
+
+
 @pytest.mark.parametrize("before", ["interrupted", "another model", "older checkpoint", "nothing trained"])
 def test_schedules_end_with_a_run_whose_trainer_or_model_was_used_before(before, tmp_path):
     class Interrupt(Callback):
