@@ -173,6 +173,7 @@ class ActionConfig(ActionConfigFile):
             resolved = resolve_config(values)
             if Path(resolved).is_file():  # the parser's own errors do not name the file
                 found, as_parsed = read_yaml(resolved, "config"), _content("", resolved, Path())[0]
+                check(isinstance(found, dict), "config", resolved, "a file with options, such as model and data")
                 expected = "UTF-8 as the encoding of this system: set the environment variable PYTHONUTF8=1"
                 check(str(found) == str(as_parsed), "config", resolved, expected)
         except ConfigurationError as error:

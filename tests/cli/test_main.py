@@ -792,6 +792,7 @@ def test_a_format_of_recordings_without_a_folder_is_refused(capsys):
         ("max_env_steps: ten\n", "max_env_steps='ten' is not valid: expected an integer, a number or null$"),
         ("max_env_steps: true\n", "max_env_steps=True is not valid: expected an integer"),
         ("model:\n  init_args:\n    clip_range: fast\n", "model.clip_range='fast' is not valid: expected a number"),
+        ("# data:\n", "config='bad.yaml' is not valid: expected a file with options, such as model and data$"),
     ],
     ids=[
         "key",
@@ -807,6 +808,7 @@ def test_a_format_of_recordings_without_a_folder_is_refused(capsys):
         "run",
         "truth",
         "schedule",
+        "comments only",
     ],
 )
 def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, message):
