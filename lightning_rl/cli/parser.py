@@ -247,7 +247,10 @@ class CommandParser(LightningArgumentParser):
             required = [name for name in types_of(cls) if name.partition(".")[0] not in defaults_of(cls)]
             mistakes += [(f"are required: {name}", f"{option}.{name} required") for name in required]
         # The parser names the first mistake only, and knows more: the other settings may be right.
-        text = "\n".join(text for key, text in mistakes if key in message) or message
+        # An option of the model without a value is `--model` in its message.
+        lacks_value = message.endswith("expected one argument")
+        found = [text for key, text in mistakes if key in message or (lacks_value and "is not valid" in text)]
+        text = "\n".join(found) or message
         text = (None if ex is None else error_message(ex)) or text
         command = next(iter(self.given), "")
         helps = [f"lightning-rl {command} --help_all" if command in TRAINER_COMMANDS else f"{self.prog} --help"]

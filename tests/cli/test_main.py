@@ -865,6 +865,10 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
         (["fit", *SMALL, "--data=RecordedEpisodes"], "data.episodes required$"),
         (["fit", "--model.help", "PPOO"], "model='PPOO' is no known class; did you mean PPO"),
         (["fit", *SMALL, "--data.nonsense=3"], "data.nonsense=3 is no option$"),
+        (
+            ["fit", "--model.optimizer.anneal", *SMALL],
+            "model.optimizer.anneal='--data.env_id=CartPole-v1' is not valid: expected true or false$",
+        ),
         (["fit", *SMALL, "--max_env=3"], "max_env=3 is no option; did you mean max_env_steps"),
         (["fit", *SMALL, "--data.num_env=3"], "data.num_env=3 is no option; did you mean data.num_envs or"),
         (["fit", *SMALL, "--model.num_envs=3"], r"model.num_envs=3 is no option; did you mean data.num_envs or"),
