@@ -350,6 +350,20 @@ def test_every_option_of_an_algorithm_is_in_its_page(page, algorithm, more):
     assert described - of_groups == options, f"the options in the tables of docs/algorithms/{page}.md"
 
 
+@every_algorithm
+def test_every_default_in_the_page_of_an_algorithm_is_that_of_its_class(page, algorithm, more):
+    text = (ROOT / f"docs/algorithms/{page}.md").read_text()
+    defaults = flat(defaults_of(algorithm), default_groups(algorithm))
+    for names, written in re.findall(r"^\| (`[\w., `]+`) \| (.*?) \|", text, re.MULTILINE):
+        options = re.findall(r"`([\w.]+)`", names)
+        values = written.split(", ") * (1 if ", " in written else len(options))
+        for option, value in zip(options, values, strict=True):
+            if option in defaults:
+                default = defaults[option]
+                given = yaml.safe_load(re.sub(r"^none$", "null", value).replace("e-", ".0e-").strip("`"))
+                assert given == (list(default) if isinstance(default, tuple) else default), option
+
+
 def test_every_group_of_options_is_in_the_page_on_options():
     text = (ROOT / "docs/options.md").read_text()
     described = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)

@@ -11,7 +11,10 @@ from torch import nn
 
 from lightning_rl import (
     A2C,
+    CLEAR,
     IMPALA,
+    MAPPO,
+    PPG,
     PPO,
     RND,
     VMPO,
@@ -23,6 +26,7 @@ from lightning_rl import (
     RolloutDataModule,
     TFAgentsPPO,
 )
+from lightning_rl.options import default_groups, defaults_of, flat
 from lightning_rl.policies.actor_critic import check_modes_agree
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError
@@ -370,3 +374,48 @@ def test_hyper_parameters_are_plain_data():
 
     assert leaves(dict(model.hparams))
     assert {type(leaf) for leaf in leaves(dict(model.hparams))} <= {int, float, str, bool, type(None)}
+
+
+def test_defaults_are_the_numbers_of_the_papers_or_the_code_of_their_authors():
+    policy_gradient = {"gamma": 0.99, "gae_lambda": 0.95, "clip_range": 0.2, "optimizer.max_grad_norm": 0.5}
+    v_trace = {"learning_rate": 6e-4, "gamma": 0.99, "value_coef": 0.5, "entropy_coef": 0.01, "reduction": "mean"}
+    v_trace |= {"vtrace_lambda": 1.0, "clip_rho": 1.0, "clip_c": 1.0, "clip_pg_rho": 1.0, "vtrace_leak": 0.0}
+    expected: dict[type[OnPolicyAlgorithm], dict[str, Any]] = {
+        PPO: {"learning_rate": 3e-4, "value_coef": 0.5, "advantages.normalize": "minibatch", **policy_gradient},
+        A2C: {"learning_rate": 7e-4, "gae_lambda": 1.0, "entropy_coef": 0.01, "advantages.normalize": "none"},
+        VMPO: {"temperature_epsilon": 0.1, "initial_temperature": 1.0, "kl_epsilon": 0.01, "initial_kl_coef": 5.0},
+        PPG: {
+            **{"learning_rate": 5e-4, "gamma": 0.999, "gae_lambda": 0.95, "clip_range": 0.2, "value_coef": 1.0},
+            **{"entropy_coef": 0.01, "num_epochs": 1, "num_minibatches": 8, "optimizer.max_grad_norm": None},
+            **{"advantages.normalize": "rollout", "num_policy_iterations": 32, "num_aux_epochs": 6},
+            **{"cloning_coef": 1.0, "aux_value_coef": 1.0, "separate_aux_optimizer": True, "kl_penalty_coef": 0.0},
+        },
+        IMPALA: v_trace,
+        CLEAR: {**v_trace, "replay_ratio": 1.0, "policy_cloning_coef": 0.01, "value_cloning_coef": 0.005},
+        MAPPO: {
+            **{**policy_gradient, "num_epochs": 10, "num_minibatches": 1, "entropy_coef": 0.01},
+            **{"optimizer.max_grad_norm": 10.0, "clipping.value_huber_delta": 10.0, "normalization.values": "popart"},
+            **{"policy.activation": "relu", "policy.hidden_sizes": (64, 64), "share_policy": True},
+        },
+        RND: {"gamma": 0.999, "intrinsic_gamma": 0.99, "extrinsic_coef": 2.0, "intrinsic_coef": 1.0}
+        | {"predictor_fraction": 0.25, "num_epochs": 4, "num_minibatches": 4},
+        BehaviourCloning: {"entropy_coef": 0.0},  # maximum likelihood alone
+    }
+    for algorithm, numbers in expected.items():
+        defaults = flat(defaults_of(algorithm), default_groups(algorithm))
+        assert {name: defaults[name] for name in numbers} == numbers, algorithm.__name__
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind", "arguments"),
+    [
+        (PPO, torch.optim.Adam, {"eps": 1e-5}),
+        (A2C, torch.optim.RMSprop, {"alpha": 0.99, "eps": 1e-5, "momentum": 0}),
+        (IMPALA, torch.optim.RMSprop, {"alpha": 0.99, "eps": 0.01, "momentum": 0}),
+        (CLEAR, torch.optim.RMSprop, {"alpha": 0.99, "eps": 0.01, "momentum": 0}),
+    ],
+)
+def test_default_optimizers_are_the_ones_of_the_papers_or_the_code_of_their_authors(algorithm, kind, arguments):
+    optimizer: Any = algorithm(VECTOR, DISCRETE).configure_optimizers()
+    assert isinstance(optimizer, kind)
+    assert {name: optimizer.defaults[name] for name in arguments} == arguments
