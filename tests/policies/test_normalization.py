@@ -130,6 +130,11 @@ def test_observations_are_standardized_and_clipped():
     assert normalizer(x)[1].tolist() == [10, -10]
 
 
+def test_default_bound_and_epsilon_are_the_ones_of_openai_baselines():
+    normalizer = ObservationNormalizer((1,))
+    assert (normalizer.clip, normalizer.epsilon) == (10.0, 1e-8)
+
+
 def test_booleans_are_normalized_as_numbers():
     """MinAtar observes booleans."""
     normalizer, rows = ObservationNormalizer((4,)), randn(20, 4) > 0.5

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning_rl import A2C, IMPALA, PPO, ActorCritic, EnvStepLimit
 from lightning_rl.fast import FlatAdam
 from lightning_rl.training.loss import Loss
+from lightning_rl.training.optimizers import AdaptiveLearningRate
 from lightning_rl.training.parameter_groups import split_parameters
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
@@ -416,3 +417,7 @@ def test_constructor_accepts_optimizers_of_another_device(name):
     model = PPO(VECTOR, DISCRETE, optimizer={"name": name, "options": {"capturable": True}})
     assert model.options["optimizer.name"] == name
     assert model.options["optimizer.options"] == {"capturable": True}
+
+
+def test_default_bounds_and_factor_of_the_adaptive_rate_are_the_ones_of_rl_games():
+    assert AdaptiveLearningRate(0.01) == AdaptiveLearningRate(0.01, factor=1.5, minimum=1e-6, maximum=1e-2)
