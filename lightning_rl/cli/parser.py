@@ -37,7 +37,7 @@ from lightning_rl.distributed import causes
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.files import YamlLoader, print_line, read_yaml, relative
 from lightning_rl.options import defaults_of, types_of
-from lightning_rl.tools.trained import config_of, resolve_config
+from lightning_rl.tools.trained import config_of, resolve_config, shipped_configs
 from lightning_rl.training.parameter_groups import Part
 from lightning_rl.validation import ConfigurationError, ExplainedError, check, did_you_mean, import_class
 
@@ -246,6 +246,10 @@ class CommandParser(LightningArgumentParser):
         for option, _, cls in classes:
             required = [name for name in types_of(cls) if name.partition(".")[0] not in defaults_of(cls)]
             mistakes += [(f"are required: {name}", f"{option}.{name} required") for name in required]
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown in shipped_configs() or (unknown != message and Path(unknown).is_file()):
+            mistakes.append((unknown, f"{unknown!r} is no option: expected --config {unknown}"))
+        mistakes.append(("not accepted before subcommand", "expected a command first: lightning-rl fit --config NAME"))
         # The parser names the first mistake only, and knows more: the other settings may be right.
         # An option of the model without a value is `--model` in its message.
         lacks_value = message.endswith("expected one argument")
