@@ -400,9 +400,8 @@ def why_not(model: Any) -> str | None:
     members: list[tuple[object, type[Any], Sequence[str]]] = [
         (model, LightningModule, (*_HOOKS, "backward", "manual_backward")),
         *((callback, Callback, _HOOKS) for callback in trainer.callbacks),
+        (strategy, DDPStrategy if is_compiled and isinstance(strategy, DDPStrategy) else Strategy, _STRATEGY),
     ]
-    if not (is_compiled and isinstance(strategy, DDPStrategy)):
-        members.append((strategy, Strategy, _STRATEGY))
     # Mixed precision with bfloat16 does nothing in these hooks; float16 scales gradients.
     precision = strategy.precision_plugin
     if not (is_compiled and type(precision) is MixedPrecision and precision.scaler is None):

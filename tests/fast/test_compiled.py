@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy
 from torch.torch_version import TorchVersion
 
 from lightning_rl import PPO, RND, fast
+from lightning_rl.distributed import leave_process_group
 from lightning_rl.fast import programs
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
@@ -307,6 +309,11 @@ class BeforeStep(Callback):
         """Look on."""
 
 
+class OwnStrategy(DDPStrategy):
+    def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().backward(closure_loss, *args, **kwargs)
+
+
 UNSUITED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "memory": (
         {"policy": {"memory": "lstm"}},
@@ -319,6 +326,11 @@ UNSUITED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"callbacks": [BeforeStep()]},
         "PPO updates by plain PyTorch and Lightning: BeforeStep overrides on_before_optimizer_step",
     ),
+    "strategy": (
+        {},
+        {"strategy": OwnStrategy()},
+        "PPO updates by plain PyTorch and Lightning: OwnStrategy overrides backward",
+    ),
 }
 
 
@@ -328,6 +340,7 @@ def test_log_gives_the_reason_if_nothing_is_compiled(case, uncompiled, caplog):
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         data = make_data()
         make_trainer(**trainer).fit(make_model(data, debug={"fast_paths": "compiled"}, **options), data)
+    leave_process_group()  # of the strategy
     assert lines(caplog, " updates by ") == [line]
     assert not lines(caplog, "compiling")
 
