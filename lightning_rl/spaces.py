@@ -145,6 +145,8 @@ def sampled_observations(space: spaces.Space[Any], parameter_dtype: torch.dtype,
 
     def rows(leaf: spaces.Space[Any]) -> Tensor:
         leaf = copy.deepcopy(leaf)  # seeding changes the space
+        if isinstance(leaf, spaces.Box):  # networks overflow for numbers near the largest float, which some bounds are
+            leaf.bounded_below, leaf.bounded_above = leaf.low > -1e6, leaf.high < 1e6
         leaf.seed(seed)
         row = np.asarray(leaf.sample()).astype(observation_dtype(leaf, parameter_dtype))
         return torch.from_numpy(np.stack([np.ones_like(row) if isinstance(leaf, ActionMask) else row] * num_rows))

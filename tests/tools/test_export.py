@@ -394,3 +394,12 @@ def test_export_options_are_checked_first(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match=expected):
         export_policy(make("beta"), tmp_path / "policy", format="onnx")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_policies_with_bounds_of_the_largest_float_are_exported(dtype, tmp_path):
+    largest = np.finfo(dtype).max
+    space = spaces.Box(-largest, np.array([largest] * 29 + [1.0], dtype), (30,), dtype)
+    torch.manual_seed(1)
+    model = PPO(space, spaces.Box(-1, 1, (2,)), policy={"hidden_sizes": (64,), "activation": "relu"})
+    export_policy(model, tmp_path / "policy")
