@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import lookup_backend, mark_dynamic, maybe_mark_dynamic  # documented despite the private module
+from torch._dynamo import config, lookup_backend, mark_dynamic, maybe_mark_dynamic  # documented, if private
 from torch.fx import GraphModule
 from torch.nn.functional import pad
 
@@ -256,7 +256,9 @@ class Capture:
         """Check the guards, and return the loss."""
         for x in leaves(_of_any_length(batch)):  # numbers of rows may differ between rollouts
             maybe_mark_dynamic(x, 0)
-        return self._guarded(batch)  # type: ignore[no-any-return]
+        # Otherwise the graph is split at the borders of DDP's buckets of gradients, and a part is taken for the whole.
+        with config.patch(optimize_ddp=False):
+            return self._guarded(batch)  # type: ignore[no-any-return]
 
     def _made(self, module: GraphModule, examples: Sequence[Any]) -> Callable[..., Sequence[Tensor]]:
         if len(self.graphs) == _MOST_GRAPHS:
