@@ -59,13 +59,11 @@ class GameScore(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
-        self.score, self._length, self.games = 0.0, 0, 0
-        self.previous_game: dict[str, Any] = {}  # the `info` of its end
+        self.score, self._length = 0.0, 0
+        self.finished_game: dict[str, Any] = {}  # score and length of the last one
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self.previous_game = {"game_return": self.score, "game_length": self._length}
         self.score, self._length = 0.0, 0
-        self.games += 1
         return self.env.reset(seed=seed, options=options)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -73,7 +71,8 @@ class GameScore(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.score += float(reward)
         self._length += 1
         if terminated or truncated:
-            info |= {"game_return": self.score, "game_length": self._length}
+            self.finished_game = {"game_return": self.score, "game_length": self._length}
+            info |= self.finished_game
         return observation, reward, terminated, truncated, info
 
 
@@ -151,10 +150,9 @@ class WholeGame(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, _, terminated, truncated, info = self.env.step(action)
         if terminated and "game_return" not in info:
-            games = self._game.games
+            before = self._game.finished_game
             observation, info = self.env.reset()
-            if self._game.games > games:  # the reset lost the last life, and began a new game
-                over = self._game.previous_game
+            if (over := self._game.finished_game) is not before:  # the reset lost the last life, and began a new game
                 return observation, over["game_return"] - self._score, True, truncated, info | over
             terminated, info = False, info | {LIFE_LOST: True}
         reward = self._game.score - self._score
@@ -200,7 +198,7 @@ class VectorGameScore(VectorWrapper):
             over = ended & (truncated | ~continues)
             if over.any():
                 final = infos
-                if self._mode is AutoresetMode.SAME_STEP:  # games that go on after a lost life have the same `info`
+                if self._mode is AutoresetMode.SAME_STEP:  # games that continue after a lost life have the same `info`
                     final = infos["final_info"] = infos | {f"_{key}": ~over for key in infos}
                 final |= {"game_return": self._scores.copy(), "_game_return": over}
                 final |= {"game_length": self._lengths.copy(), "_game_length": over}

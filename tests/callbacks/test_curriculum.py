@@ -245,7 +245,7 @@ def test_stage_ends_once_the_mean_return_of_recent_episodes_is_reached():
 
 @pytest.mark.parametrize("num_envs", [2, 4])
 def test_episodes_that_began_in_an_earlier_stage_do_not_end_the_next_one(num_envs):
-    """Episodes of length 20 have returns from 10 on, those of length 9 up to 9; rollouts have 16 steps."""
+    """Returns are 10 or more for episodes of length 20, and 9 or less for length 9; rollouts have 16 steps."""
     stages = stages_of("length", 20, 9, 3)
     for stage in stages[:2]:
         stage["until_return"] = 10
